@@ -1,0 +1,3 @@
+"""foredraft: exact, fast speculative decoding."""
+
+__version__ = "0.1.0"
