@@ -1,0 +1,122 @@
+"""Frozen configuration, validated once. Messages name the field as the user typed it.
+
+Knows no torch: the command line imports this before anything heavy, so that a wrong flag is refused at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from foredraft.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+METHODS = ("draft_model", "ngram", "prediction")
+VERIFICATIONS = ("token", "block", "coupled")
+DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ConfigError` with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises `ConfigError` naming the allowed values unless `value` is one of them."""
+    require(value in allowed, f"{flag}: unknown value {value!r}; allowed: {', '.join(allowed)}")
+
+
+def require_at_least(flag: str, value: int, minimum: int) -> None:
+    """Raises `ConfigError` unless `value` is an integer of at least `minimum`."""
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    require(good, f"{flag}: {value!r} is not an integer of at least {minimum}")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made and verified.
+
+    Args:
+        method: `draft_model` (a smaller causal LM), `ngram` (prompt lookup), `prediction` (the text a client sends).
+            None means `draft_model` when `model` is given, else `ngram`.
+        model: the draft model: a directory, a hub id or a `.gguf` file; only with `draft_model`.
+        num_speculative_tokens: γ, draft tokens proposed per step, at least 1.
+        verification: `token`, `block` or `coupled`. None means `coupled` for requests with a seed, else `block`.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest suffix that `ngram` looks up, in tokens.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    verification: str | None = None
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
+        assert self.method is not None
+        require_choice("method", self.method, METHODS)
+        require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if self.verification is not None:
+            require_choice("verification", self.verification, VERIFICATIONS)
+        require_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        require(
+            self.prompt_lookup_max >= self.prompt_lookup_min,
+            f"prompt_lookup_max: {self.prompt_lookup_max} is below prompt_lookup_min {self.prompt_lookup_min}",
+        )
+        if self.method == "draft_model":
+            require(self.model is not None, "method draft_model needs a draft model: give model= (--speculative-model)")
+        else:
+            require(self.model is None, f"method {self.method} takes no draft model, but model={self.model!r} was given")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The target and the engine around it.
+
+    Args:
+        model: a directory, a hub id in the local cache, a `.gguf` file, or `demo`.
+        dtype: `float32` or `bfloat16`, of weights and KV cache.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto` (CUDA where there is one).
+        max_model_len: longest prompt plus output in tokens; None takes the model's own.
+        block_size: tokens per KV-cache block.
+        kv_cache_memory: bytes for the KV cache; None takes enough for `max_num_seqs` full contexts, at most a
+            quarter of the free memory.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens in one target forward; longer prompts are prefilled in chunks.
+        skip_tokenizer_init: for models without a tokenizer: prompts and outputs are token ids only.
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    tokenizer: str | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = False
+    seed: int | None = None
+    speculative: SpeculativeConfig | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require(
+            self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),
+            f"device: unknown value {self.device!r}; allowed: auto, cpu, cuda, cuda:N",
+        )
+        require_at_least("block_size", self.block_size, 1)
+        require_at_least("max_num_seqs", self.max_num_seqs, 1)
+        require_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens: {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}, "
+            "so not every running request could decode in a step",
+        )
+        if self.max_model_len is not None:
+            require_at_least("max_model_len", self.max_model_len, 1)
+        if self.kv_cache_memory is not None:
+            require_at_least("kv_cache_memory", self.kv_cache_memory, 1)
