@@ -1,0 +1,117 @@
+"""An ordinary smaller causal LM as drafter: γ forwards of one token each, after one that catches up.
+
+Its KV cache has tensors of its own but shares the target's block tables, since both models keep the same token at the
+same slot. Source: Leviathan et al. 2023; Chen et al. 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.draft.drafter import DraftRequest, Observation
+from foredraft.draft.proposal import DenseProbs, DraftProposal, SparseProbs
+from foredraft.kv.cache import KVCache
+from foredraft.models.batch import ForwardBatch, ragged_batch
+from foredraft.models.decoder import TargetModel
+from foredraft.sampling.choose import draft_tokens
+from foredraft.sampling.transform import process_logits
+
+
+@dataclass
+class _Written:
+    """What the draft model's cache holds of a request: `length` committed tokens, then its own `draft`."""
+
+    length: int
+    draft: list[int]
+
+    def valid(self, token_ids: Sequence[int]) -> int:
+        """Tokens of `token_ids` whose KV is right: the committed ones, and drafts that came true."""
+        count = self.length
+        for drafted in self.draft:
+            if count >= len(token_ids) or token_ids[count] != drafted:
+                break
+            count += 1
+        return min(count, len(token_ids) - 1)
+
+
+class DraftModelDrafter:
+    """Drafts with `model`, which shares the target's tokenizer.
+
+    Args:
+        model: the draft model.
+        cache: its KV cache, with as many blocks of the same size as the target's.
+        vocab_size: the target's; a draft model padded to another size has the same ids below.
+    """
+
+    method = "draft_model"
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, model: TargetModel, cache: KVCache, vocab_size: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._vocab_size = vocab_size
+        self._written: dict[str, _Written] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
+        gamma = max(request.max_draft_tokens for request in requests)
+        lengths = [request.max_draft_tokens for request in requests]
+        drafts: list[list[int]] = [[] for _ in requests]
+        probs = self._empty_probs(requests, gamma)
+        active = [index for index, length in enumerate(lengths) if length > 0]
+        pending = {index: self._caught_up(requests[index]) for index in active}
+        for offset in range(gamma):
+            active = [index for index in active if lengths[index] > offset]
+            logits = self._forward([requests[index] for index in active], [pending[index] for index in active])
+            states = [requests[index].state for index in active]
+            processed = process_logits(logits, states, [drafts[index] for index in active], last_only=True)
+            tokens, q = draft_tokens(processed, states, offset, with_probs=probs is not None)
+            if probs is not None:
+                probs[torch.tensor(active, device=probs.device), offset] = q
+            for index, token in zip(active, tokens.tolist(), strict=True):
+                start, ids = pending[index]
+                pending[index] = (start + len(ids), [token])
+                drafts[index].append(token)
+        for index in range(len(requests)):
+            if lengths[index]:
+                request = requests[index]
+                self._written[request.request_id] = _Written(len(request.token_ids), drafts[index][:-1])
+        return _proposal(drafts, probs, self._model.device)
+
+    def _empty_probs(self, requests: Sequence[DraftRequest], gamma: int) -> Tensor | None:
+        """Room for q [B, γ, V], or None when no request's verification looks at it."""
+        if all(request.state.matches_target for request in requests):
+            return None
+        shape = (len(requests), gamma, self._model.config.vocab_size)
+        return torch.zeros(shape, dtype=torch.float32, device=self._model.device)
+
+    def _caught_up(self, request: DraftRequest) -> tuple[int, list[int]]:
+        """The first position that the draft model has not seen, and the tokens from there to the anchor."""
+        written = self._written.get(request.request_id)
+        start = written.valid(request.token_ids) if written else 0
+        return start, list(request.token_ids[start:])
+
+    def _forward(self, requests: Sequence[DraftRequest], pending: Sequence[tuple[int, list[int]]]) -> Tensor:
+        """Logits [B, V] after each request's pending tokens."""
+        starts = [start for start, _ in pending]
+        tokens = [ids for _, ids in pending]
+        tables = [request.block_table for request in requests]
+        batch = ragged_batch(tokens, starts, tables, self._cache.block_size, self._model.device)
+        return self._model.forward(batch, self._cache).logits
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        pass
+
+    def release(self, request_id: str) -> None:
+        self._written.pop(request_id, None)
+
+
+def _proposal(drafts: list[list[int]], probs: Tensor | None, device: torch.device) -> DraftProposal:
+    proposal = DraftProposal.deterministic(drafts, device)
+    if probs is None:
+        return proposal
+    return DraftProposal(proposal.token_ids, proposal.lengths, DenseProbs(probs))

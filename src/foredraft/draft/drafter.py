@@ -1,0 +1,66 @@
+"""The `Drafter` protocol and a drafter's view of a request.
+
+A drafter guesses; it never decides what is emitted, never touches the scheduler, and keeps what it remembers of a
+request under `request_id` until `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from foredraft.draft.proposal import DraftProposal
+from foredraft.sampling.state import SamplingState
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a drafter may know of a request.
+
+    Args:
+        token_ids: prompt and output so far; the last one is the anchor. Live: read, never written or kept.
+        block_table: KV-cache blocks, with room for `max_draft_tokens` tokens past the anchor.
+        max_draft_tokens: longest draft wanted; 0 for none.
+        state: the request's transforms and noise, which draft sampling shares with the target.
+        prediction: text the client expects, as token ids.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    block_table: Sequence[int]
+    max_draft_tokens: int
+    state: SamplingState
+    prediction: Sequence[int] = field(default=())
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one target forward showed of a request: `features` [n, m·d] of the `n` positions from `start` on, all of
+    tokens that are now committed."""
+
+    request_id: str
+    start: int
+    features: tuple[Tensor, ...]
+
+
+class Drafter(Protocol):
+    """Proposes tokens for a batch of requests."""
+
+    method: str
+    feature_layers: tuple[int, ...]
+    """Target layers whose hidden states `observe` wants; empty for none."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
+        """Drafts at most `max_draft_tokens` tokens for each request, in the order given."""
+        ...
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        """Takes the target's features of newly committed tokens."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request: it finished, or its blocks were taken away."""
+        ...

@@ -1,0 +1,142 @@
+"""Puts an engine together from its configuration: target, cache, drafter, scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.draft.draft_model import DraftModelDrafter
+from foredraft.draft.drafter import Drafter
+from foredraft.draft.ngram import NgramDrafter
+from foredraft.draft.prediction import PredictionDrafter
+from foredraft.engine.scheduler import Scheduler
+from foredraft.engine.step import Engine
+from foredraft.errors import ConfigError, DrafterError
+from foredraft.kv.pool import BlockPool, blocks_for
+from foredraft.models.load import LoadedModel, load_model
+
+Progress = Callable[[int, int], None]
+SHARE_OF_FREE_MEMORY = 0.25
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine and what a request needs to know of its model."""
+
+    engine: Engine
+    tokenizer: Any
+    eos_token_ids: Sequence[int]
+    vocab_size: int
+    max_model_len: int
+    bytes_per_block: int
+    drafter_name: str | None
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Built:
+    """Loads the target and the drafter and sizes the cache.
+
+    Raises `ModelError`, `DrafterError` or `ConfigError`.
+    """
+    target = load_model(config, progress=progress)
+    model = target.model
+    max_model_len = _context_length(config, model.config.max_model_len)
+    draft = _draft_model(config, target, progress)
+
+    bytes_per_token = model.kv_bytes_per_token + (draft.model.kv_bytes_per_token if draft else 0)
+    bytes_per_block = bytes_per_token * config.block_size
+    num_blocks = _num_blocks(config, max_model_len, bytes_per_block, model.device)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
+        max_model_len=max_model_len,
+    )
+    drafter = None
+    if config.speculative is not None:
+        drafter = _drafter(config.speculative, draft, num_blocks, config.block_size, model.config.vocab_size)
+    engine = Engine(model, model.new_cache(num_blocks, config.block_size), scheduler, drafter)
+    return Built(
+        engine=engine,
+        tokenizer=target.tokenizer,
+        eos_token_ids=target.eos_token_ids,
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        bytes_per_block=bytes_per_block,
+        drafter_name=_name(config.speculative),
+    )
+
+
+def _drafter(
+    speculative: SpeculativeConfig, draft: LoadedModel | None, num_blocks: int, block_size: int, vocab_size: int
+) -> Drafter:
+    if draft is not None:
+        return DraftModelDrafter(draft.model, draft.model.new_cache(num_blocks, block_size), vocab_size)
+    if speculative.method == "prediction":
+        return PredictionDrafter()
+    return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+
+
+def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress | None) -> LoadedModel | None:
+    """The draft model, checked to speak the target's vocabulary."""
+    speculative = config.speculative
+    if speculative is None or speculative.model is None:
+        return None
+    draft = load_model(config, path=speculative.model, progress=progress)
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        differences = target.tokenizer.first_differences(draft.tokenizer)
+        if differences:
+            listed = "; ".join(str(difference) for difference in differences)
+            raise DrafterError(
+                f"draft model {speculative.model}: its tokenizer is not the target's, so its drafts would mean other "
+                f"text. First ids that differ: {listed}. Choose a draft model of the target's family"
+            )
+    elif target.model.config.vocab_size != draft.model.config.vocab_size:
+        raise DrafterError(
+            f"draft model {speculative.model}: its vocabulary has {draft.model.config.vocab_size} ids, the target's "
+            f"{target.model.config.vocab_size}, and there is no tokenizer to compare. Choose a draft model of the "
+            "target's family"
+        )
+    return draft
+
+
+def _context_length(config: EngineConfig, own: int) -> int:
+    if config.max_model_len is None:
+        return own
+    if config.max_model_len > own:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is above the model's own {own} tokens; lower it"
+        )
+    return config.max_model_len
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, device: torch.device) -> int:
+    """Blocks for `max_num_seqs` full contexts, as far as memory allows."""
+    wanted = blocks_for(max_model_len, config.block_size) * config.max_num_seqs
+    if config.kv_cache_memory is None:
+        affordable = int(_free_memory(device) * SHARE_OF_FREE_MEMORY) // bytes_per_block
+    else:
+        affordable = config.kv_cache_memory // bytes_per_block
+    if affordable < 1:
+        raise ConfigError(
+            f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, which "
+            f"takes {bytes_per_block} bytes"
+        )
+    return min(wanted, affordable)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _name(speculative: SpeculativeConfig | None) -> str | None:
+    if speculative is None:
+        return None
+    return speculative.model or speculative.method

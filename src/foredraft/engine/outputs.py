@@ -1,0 +1,75 @@
+"""What a caller gets back, in the shape that users of vLLM know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from foredraft.engine.stats import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Args:
+        finish_reason: `stop`, `length` or `error`.
+        stop_reason: the stop string or stop token id that ended it; None for EOS and for other reasons.
+        origins: for each token how it came about: `a` accepted draft, `r` recovered, `b` bonus, `t` target without draft.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Any]] | None = None
+    origins: str = ""
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Seconds on one clock (`time.perf_counter`): when the request arrived, gave its first token, and finished."""
+
+    arrival: float
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the last token."""
+        return None if self.finished is None else self.finished - self.arrival
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt with its completions; `error` says why when a request failed on its own."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    stats: AcceptanceStats
+    times: RequestTimes
+    prompt_logprobs: list[dict[int, Any] | None] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StreamedText:
+    """A piece of a streamed completion: whole characters only, never the start of a stop string.
+
+    `token_ids` are the tokens committed since the piece before, `origins` as in `CompletionOutput`.
+    """
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    origins: str = ""
+    output: RequestOutput | None = None

@@ -1,0 +1,84 @@
+"""A request: its tokens, its place in the KV cache, and how far both are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter
+
+from foredraft.engine.detokenizer import Detokenizer
+from foredraft.engine.stats import AcceptanceStats
+from foredraft.sampling.params import SamplingParams
+from foredraft.sampling.state import SamplingState
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class Request:
+    """One sequence being generated.
+
+    `token_ids` holds prompt and output; the target's KV cache holds `num_computed_tokens` of them. Between steps of a
+    decoding request that is all but the last, the anchor.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    state: SamplingState
+    max_tokens: int
+    detokenizer: Detokenizer | None
+    stop_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
+    prediction: Sequence[int] = ()
+    max_draft_tokens: int | None = None
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    origins: str = ""
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    arrival: float = field(default_factory=perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens whose KV is not in the cache yet: 1 while decoding, more during prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Output tokens that may still come."""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def mark_first_token(self) -> None:
+        """Notes the time of the first output token, now."""
+        self.first_token_at = perf_counter()
+
+    def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
+        """Marks the request finished, now."""
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finished_at = perf_counter()

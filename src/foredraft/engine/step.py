@@ -1,0 +1,166 @@
+"""The engine's step: schedule, draft, run the target once, verify, commit.
+
+Owns the scheduler, the target with its cache, and the drafter. Knows nothing of prompts' text, HTTP or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foredraft.draft.drafter import Drafter, DraftRequest, Observation
+from foredraft.draft.proposal import DraftProposal
+from foredraft.engine.batch import build_batch
+from foredraft.engine.commit import commit_tokens
+from foredraft.engine.request import Request
+from foredraft.engine.scheduler import Scheduled, Scheduler
+from foredraft.engine.stats import AcceptanceStats, StepTimes
+from foredraft.engine.verifying import Decision, decide
+from foredraft.kv.cache import KVCache
+from foredraft.models.decoder import ForwardOutput, TargetModel
+
+NAN_MESSAGE = (
+    "the target's logits are not numbers (NaN) at this request's position: the weights or the dtype are at fault; "
+    "try dtype float32"
+)
+
+
+class Engine:
+    """Continuous batching over one target model.
+
+    Args:
+        model: the target.
+        cache: its KV cache.
+        scheduler: queues and blocks.
+        drafter: proposes tokens; None for plain decoding.
+    """
+
+    def __init__(self, model: TargetModel, cache: KVCache, scheduler: Scheduler, drafter: Drafter | None) -> None:
+        self.model = model
+        self.cache = cache
+        self.scheduler = scheduler
+        self.drafter = drafter
+        self.stats = AcceptanceStats()
+        self.times = StepTimes()
+        self.peak_blocks = 0
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request before its time and frees what it holds."""
+        if not request.finished:
+            request.finish("abort")
+            self._release(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One target forward over the running batch; returns the requests that got tokens or ended."""
+        with self.times.measure("schedule"):
+            plan, preempted = self.scheduler.schedule()
+            self._forget(preempted)
+            self.peak_blocks = max(self.peak_blocks, self.scheduler.pool.num_used)
+            sampling = [part for part in plan if part.samples]
+        with self.times.measure("draft"):
+            proposal = self._propose(sampling)
+        with self.times.measure("schedule"):
+            drafts = _draft_lists(proposal)
+            batch = build_batch(
+                plan, _for_all(plan, drafts), self.scheduler.pool.block_size, self.model.device
+            )
+        with self.times.measure("forward"):
+            output = self.model.forward(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
+        with self.times.measure("sample"):
+            states = [part.request.state for part in sampling]
+            decisions = decide(output.logits, states, proposal, drafts) if sampling else []
+        with self.times.measure("commit"):
+            changed = self._commit(plan, drafts, decisions, output)
+        self.times.num_steps += 1
+        return changed
+
+    def _propose(self, sampling: Sequence[Scheduled]) -> DraftProposal:
+        if self.drafter is None or not any(part.max_draft_tokens for part in sampling):
+            return DraftProposal.deterministic([[] for _ in sampling], self.model.device)
+        return self.drafter.propose(
+            [
+                DraftRequest(
+                    request_id=part.request.request_id,
+                    token_ids=part.request.token_ids,
+                    block_table=part.request.block_table,
+                    max_draft_tokens=part.max_draft_tokens,
+                    state=part.request.state,
+                    prediction=part.request.prediction,
+                )
+                for part in sampling
+            ]
+        )
+
+    def _commit(
+        self,
+        plan: Sequence[Scheduled],
+        drafts: Sequence[Sequence[int]],
+        decisions: Sequence[Decision],
+        output: ForwardOutput,
+    ) -> list[Request]:
+        changed: list[Request] = []
+        observations: list[Observation] = []
+        outcomes = iter(zip(drafts, decisions, strict=True))
+        row = 0
+        for part in plan:
+            request, start, num_valid = part.request, part.request.num_computed_tokens, part.num_tokens
+            num_rows = part.num_tokens
+            if part.samples:
+                draft, decision = next(outcomes)
+                num_rows += len(draft)
+                num_valid += decision.num_accepted
+                self._commit_one(part, draft, decision)
+                changed.append(request)
+            request.num_computed_tokens = start + num_valid
+            if request.finished:
+                self._release(request)
+            else:
+                self.scheduler.pool.truncate(request.block_table, len(request.token_ids))
+                if output.features:
+                    features = tuple(layer[row : row + num_valid] for layer in output.features)
+                    observations.append(Observation(request.request_id, start, features))
+            row += num_rows
+        if self.drafter is not None and observations:
+            self.drafter.observe(observations)
+        return changed
+
+    def _commit_one(self, part: Scheduled, draft: Sequence[int], decision: Decision) -> None:
+        request = part.request
+        if decision.invalid:
+            request.error = NAN_MESSAGE
+            request.finish("error")
+            return
+        decoding = request.num_output_tokens > 0
+        kept = commit_tokens(request, decision.token_ids, decision.num_accepted, len(draft))
+        if request.first_token_at is None:
+            request.mark_first_token()
+        if decoding:
+            accepted = min(decision.num_accepted, kept)
+            request.stats.record(len(draft), accepted, kept)
+            self.stats.record(len(draft), accepted, kept)
+
+    def _release(self, request: Request) -> None:
+        self.scheduler.release(request)
+        self._forget([request])
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        if self.drafter is not None:
+            for request in requests:
+                self.drafter.release(request.request_id)
+
+
+def _draft_lists(proposal: DraftProposal) -> list[list[int]]:
+    lengths = proposal.lengths.tolist()
+    return [ids[:length] for ids, length in zip(proposal.token_ids.tolist(), lengths, strict=True)]
+
+
+def _for_all(plan: Sequence[Scheduled], drafts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """`drafts` of the requests that sample, spread over all scheduled ones."""
+    remaining = iter(drafts)
+    return [next(remaining) if part.samples else [] for part in plan]
