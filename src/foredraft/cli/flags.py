@@ -1,0 +1,189 @@
+"""The flags of all commands, in groups, and the configuration that they make.
+
+Knows no torch. Flags whose default is None leave the choice to the configuration that they fill.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from foredraft.config import EngineConfig, SpeculativeConfig, require
+from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.sampling.params import SamplingParams
+
+Dtype = Literal["bfloat16", "float32"]
+Method = Literal["ngram", "draft_model", "prediction"]
+Verification = Literal["token", "block", "coupled"]
+
+MODEL = "Model and engine"
+SPECULATION = "Speculation"
+SAMPLING = "Sampling"
+
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as JSON; `-` is stdout.")
+]
+
+_Group = TypeVar("_Group")
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """The target and the engine around it."""
+
+    model: Annotated[
+        str,
+        typer.Option(help="A directory, a hub id in the local cache, a .gguf file, or demo.", rich_help_panel=MODEL),
+    ] = "demo"
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer is, if not with the model.", rich_help_panel=MODEL)
+    ] = None
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV cache.", rich_help_panel=MODEL)] = "bfloat16"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt plus output, in tokens; the model's own.", rich_help_panel=MODEL),
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests run at once.", rich_help_panel=MODEL)] = 32
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in one target forward.", rich_help_panel=MODEL)
+    ] = 2048
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV-cache block.", rich_help_panel=MODEL)] = 16
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(min=1, help="Bytes for the KV cache.", rich_help_panel=MODEL)
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL)
+    ] = False
+
+    def config(self, speculative: SpeculativeConfig | None) -> EngineConfig:
+        """The engine's configuration; raises `ConfigError`."""
+        return EngineConfig(**asdict(self), speculative=speculative)
+
+
+@dataclass(frozen=True)
+class SpeculativeFlags:
+    """How drafts are made and verified: single flags, or all of it as vLLM's JSON."""
+
+    method: Annotated[Method | None, typer.Option(help="Who drafts; ngram.", rich_help_panel=SPECULATION)] = None
+    speculative_model: Annotated[
+        str | None, typer.Option(help="The draft model, for --method draft_model.", rich_help_panel=SPECULATION)
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "--speculative-draft-length",
+            min=1,
+            help="Draft tokens per step (γ); also as --speculative-draft-length.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None
+    verification: Annotated[
+        Verification | None, typer.Option(help="How drafts are verified.", rich_help_panel=SPECULATION)
+    ] = None
+    prompt_lookup_max: Annotated[
+        int | None, typer.Option(min=1, help="ngram: longest suffix looked up.", rich_help_panel=SPECULATION)
+    ] = None
+    prompt_lookup_min: Annotated[
+        int | None, typer.Option(min=1, help="ngram: shortest suffix looked up.", rich_help_panel=SPECULATION)
+    ] = None
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="All of the above as vLLM's JSON.", rich_help_panel=SPECULATION),
+    ] = None
+
+    def config(self) -> SpeculativeConfig:
+        """The speculative configuration; raises `ConfigError` when JSON and single flags are mixed."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        text = given.pop("speculative_config", None)
+        if text is None:
+            if "speculative_model" in given:
+                given["model"] = given.pop("speculative_model")
+            return SpeculativeConfig(**given)
+        for name in given:
+            raise ConfigError(f"--speculative-config and {_flag(name)} both say how to draft; give one of them")
+        return parse_speculative_config(text)
+
+    def given(self) -> list[str]:
+        """The flags that the user typed."""
+        return [_flag(name) for name, value in asdict(self).items() if value is not None]
+
+
+@dataclass(frozen=True)
+class SpeculationSwitch:
+    """Speculation on or off."""
+
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Plain decoding.", rich_help_panel=SPECULATION)
+    ] = False
+
+    def config(self, flags: SpeculativeFlags) -> SpeculativeConfig | None:
+        """The speculative configuration, None for plain decoding; raises `ConfigError` when the two contradict."""
+        if not self.no_speculation:
+            return flags.config()
+        for flag in flags.given():
+            raise ConfigError(f"--no-speculation and {flag} contradict each other; give one of them")
+        return None
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen and where a text ends."""
+
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of output; 16.", rich_help_panel=SAMPLING)] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1.", rich_help_panel=SAMPLING)] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus; 1.", rich_help_panel=SAMPLING)] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="Most likely tokens kept; 0 keeps all.", rich_help_panel=SAMPLING)
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the top token's probability; 0.", rich_help_panel=SAMPLING)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=SAMPLING)
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos", help="Go on to --max-tokens.", rich_help_panel=SAMPLING)
+    ] = None
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters; raises a `ForedraftError` naming the one that is out of range."""
+        from foredraft.sampling.params import SamplingParams
+
+        return SamplingParams(**given_fields(self))
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """The configuration that vLLM's JSON describes; raises `ConfigError` naming the key at fault."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--speculative-config: not JSON: {error}") from None
+    require(isinstance(found, dict), f"--speculative-config: expected a JSON object, got {text!r}")
+    known = [field.name for field in fields(SpeculativeConfig)]
+    for key in found:
+        require(key in known, f"--speculative-config: unknown key {key!r}; known keys: {', '.join(known)}")
+    for key in ("method", "model", "verification"):
+        value = found.get(key)
+        require(value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string")
+    try:
+        return SpeculativeConfig(**found)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def given_fields(group: Any) -> dict[str, Any]:
+    """The fields of a flag group that the user set."""
+    return {name: value for name, value in asdict(group).items() if value is not None}
