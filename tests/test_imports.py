@@ -1,4 +1,4 @@
-"""The direction of imports: a module may import only from its own row of design.md's table and the rows above it."""
+"""The direction of imports: a module may import only from its own row of design.md's table or above."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SURFACE = "foredraft"  # the package itself, which offers the public names and m
 
 
 def imported_modules(source: str, module: str) -> list[str]:
-    """Absolute names of what a module of the package imports from the package, in functions and type checks too."""
+    """Absolute names of what a module imports from the package, in functions and type checks too."""
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -53,7 +53,9 @@ def wrong_imports(source: str, module: str) -> list[str]:
 def level_of(module: str) -> int:
     parts = module.split(".")
     if len(parts) == 1:
-        return LEVELS["cli"]  # `foredraft` stands on everything but the command line, which may read its version
+        return LEVELS[
+            "cli"
+        ]  # `foredraft` stands on everything but the command line, which may read its version
     return LEVELS[parts[1]]
 
 

@@ -23,7 +23,9 @@ class BenchFlags:
 
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with a prompt key, or text; a dozen come along.", rich_help_panel=BENCH),
+        typer.Option(
+            help="JSON lines with a prompt key, or text; a dozen come along.", rich_help_panel=BENCH
+        ),
     ] = None
     rounds: Annotated[int, typer.Option(min=1, help="Times over all prompts.", rich_help_panel=BENCH)] = 3
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.", rich_help_panel=BENCH)] = 1
@@ -38,7 +40,9 @@ class BenchFlags:
     compare_transformers: Annotated[
         bool,
         typer.Option(
-            "--compare-transformers", help="Time transformers' generate, too, in turns.", rich_help_panel=BENCH
+            "--compare-transformers",
+            help="Time transformers' generate, too, in turns.",
+            rich_help_panel=BENCH,
         ),
     ] = False
 
@@ -47,12 +51,20 @@ class BenchFlags:
 class BenchSamplingFlags:
     """How tokens are chosen: greedily, unless told otherwise."""
 
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of output per prompt.", rich_help_panel=SAMPLING)] = 128
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Of output per prompt.", rich_help_panel=SAMPLING)
+    ] = 128
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0
     top_p: Annotated[float | None, typer.Option(help="Nucleus.", rich_help_panel=SAMPLING)] = None
-    top_k: Annotated[int | None, typer.Option(help="Most likely tokens kept.", rich_help_panel=SAMPLING)] = None
-    min_p: Annotated[float | None, typer.Option(help="Least share of the top token.", rich_help_panel=SAMPLING)] = None
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = None
+    top_k: Annotated[int | None, typer.Option(help="Most likely tokens kept.", rich_help_panel=SAMPLING)] = (
+        None
+    )
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the top token.", rich_help_panel=SAMPLING)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = (
+        None
+    )
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos", help="Go on to --max-tokens.", rich_help_panel=SAMPLING)
     ] = None
@@ -65,10 +77,11 @@ def bench(
     sampling: BenchSamplingFlags,
     json_path: JsonPath = None,
 ) -> int:
-    """Measure what speculation gains: plain and speculative decoding in turns, and whether their outputs agree."""
+    """Measure what speculation gains, in turns with plain decoding, and whether the outputs agree."""
     config = engine.config(speculation.config())
     require(
-        run.batch <= engine.max_num_seqs, f"--batch: {run.batch} is above --max-num-seqs {engine.max_num_seqs}"
+        run.batch <= engine.max_num_seqs,
+        f"--batch: {run.batch} is above --max-num-seqs {engine.max_num_seqs}",
     )
     require(
         not (run.compare_transformers and sampling.temperature > 0),
@@ -83,7 +96,7 @@ def bench(
         config.speculative is None
         or config.speculative.method != "prediction"
         or any(record.prediction is not None for record in records),
-        "--method prediction: no prompt has a prediction; give a .jsonl file whose lines have the key 'prediction'",
+        "--method prediction: no prompt has a prediction; give a .jsonl file with the key 'prediction'",
     )
 
     from foredraft.measure.bench import TRANSFORMERS, Plan, encode_all, run_bench

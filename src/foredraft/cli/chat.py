@@ -31,7 +31,9 @@ def chat(
     switch: SpeculationSwitch,
     sampling: SamplingFlags,
     system: Annotated[str | None, typer.Option(help="The system message of the conversation.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print speed and acceptance after each answer.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print speed and acceptance after each answer.")
+    ] = False,
 ) -> int:
     """Talk with a model; it sees the whole conversation."""
     config = engine.config(switch.config(speculation))
@@ -40,10 +42,14 @@ def chat(
         "--method prediction: a conversation has no predicted text; use another method",
     )
     params = sampling.params()
-    require(params.n == 1 and (params.best_of or 1) == 1, "--n: a conversation has one answer at a time; leave it at 1")
+    require(
+        params.n == 1 and (params.best_of or 1) == 1,
+        "--n: a conversation has one answer at a time; leave it at 1",
+    )
     llm = loaded_llm(config)
     require(
-        bool(llm.tokenizer.chat_template), f"{config.model}: the model has no chat template; use foredraft generate"
+        bool(llm.tokenizer.chat_template),
+        f"{config.model}: the model has no chat template; use foredraft generate",
     )
     start = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
@@ -62,21 +68,19 @@ def chat(
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams, stats: bool) -> None:
-    """Streams one answer and adds question and answer to the conversation, also when it was stopped half-way."""
+    """Streams one answer and adds it with its question to the conversation, also when it was stopped."""
     asked = [*messages, {"role": "user", "content": line}]
     text, output = "", None
     llm.reset_stats()
     begin = perf_counter()
     try:
         with _stop_on_interrupt() as stopped:
-            pieces = llm.stream_chat(asked, params)
-            for piece in pieces:
+            for piece in llm.stream_chat(asked, params):
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
                 text += piece.text
                 output = piece.output
                 if stopped:
-                    pieces.close()
                     break
     except RequestError as error:
         note(f"foredraft: error: {error}; /reset forgets the conversation")
@@ -93,7 +97,10 @@ def _answer(llm: LLM, messages: list[dict[str, str]], line: str, params: Samplin
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[list[bool]]:
-    """Turns the first Ctrl-C into an entry of the list yielded, so that no step is torn; a second one interrupts."""
+    """Turns the first Ctrl-C into an entry of the list yielded, so that no step is torn.
+
+    A second one interrupts.
+    """
     stopped: list[bool] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

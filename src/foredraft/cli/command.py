@@ -89,7 +89,8 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
             raise
         told = " ".join(str(error).split())
         return _fail(
-            f"unexpected {type(error).__name__}: {told} (a bug; {DEBUG_VARIABLE}=1 shows the traceback)", EXIT_BUG
+            f"unexpected {type(error).__name__}: {told} (a bug; {DEBUG_VARIABLE}=1 shows the traceback)",
+            EXIT_BUG,
         )
 
 

@@ -1,5 +1,7 @@
-"""What commands show while they work, and where figures go. Text that a user asked for is on stdout, all else on
-stderr."""
+"""What commands show while they work, and where figures go.
+
+What a user asked for goes to stdout, all else to stderr.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def note(line: str) -> None:
 
 
 def write_json(figures: Mapping[str, Any], path: Path) -> None:
-    """Writes figures to a file, or to stdout for `-`; raises `ConfigError` when the file cannot be written."""
+    """Writes figures to a file, or to stdout for `-`; raises `ConfigError` when it cannot be written."""
     text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)

@@ -39,7 +39,9 @@ class EngineFlags:
 
     model: Annotated[
         str,
-        typer.Option(help="A directory, a hub id in the local cache, a .gguf file, or demo.", rich_help_panel=MODEL),
+        typer.Option(
+            help="A directory, a hub id in the local cache, a .gguf file, or demo.", rich_help_panel=MODEL
+        ),
     ] = "demo"
     tokenizer: Annotated[
         str | None, typer.Option(help="Where the tokenizer is, if not with the model.", rich_help_panel=MODEL)
@@ -48,18 +50,25 @@ class EngineFlags:
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)] = "auto"
     max_model_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest prompt plus output, in tokens; the model's own.", rich_help_panel=MODEL),
+        typer.Option(
+            min=1, help="Longest prompt plus output, in tokens; the model's own.", rich_help_panel=MODEL
+        ),
     ] = None
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests run at once.", rich_help_panel=MODEL)] = 32
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests run at once.", rich_help_panel=MODEL)] = (
+        32
+    )
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in one target forward.", rich_help_panel=MODEL)
     ] = 2048
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV-cache block.", rich_help_panel=MODEL)] = 16
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens in a KV-cache block.", rich_help_panel=MODEL)
+    ] = 16
     kv_cache_memory: Annotated[
         int | None, typer.Option(min=1, help="Bytes for the KV cache.", rich_help_panel=MODEL)
     ] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL)
+        bool,
+        typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL),
     ] = False
 
     def config(self, speculative: SpeculativeConfig | None) -> EngineConfig:
@@ -71,9 +80,12 @@ class EngineFlags:
 class SpeculativeFlags:
     """How drafts are made and verified: single flags, or all of it as vLLM's JSON."""
 
-    method: Annotated[Method | None, typer.Option(help="Who drafts; ngram.", rich_help_panel=SPECULATION)] = None
+    method: Annotated[Method | None, typer.Option(help="Who drafts; ngram.", rich_help_panel=SPECULATION)] = (
+        None
+    )
     speculative_model: Annotated[
-        str | None, typer.Option(help="The draft model, for --method draft_model.", rich_help_panel=SPECULATION)
+        str | None,
+        typer.Option(help="The draft model, for --method draft_model.", rich_help_panel=SPECULATION),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,
@@ -108,7 +120,9 @@ class SpeculativeFlags:
                 given["model"] = given.pop("speculative_model")
             return SpeculativeConfig(**given)
         for name in given:
-            raise ConfigError(f"--speculative-config and {_flag(name)} both say how to draft; give one of them")
+            raise ConfigError(
+                f"--speculative-config and {_flag(name)} both say how to draft; give one of them"
+            )
         return parse_speculative_config(text)
 
     def given(self) -> list[str]:
@@ -125,7 +139,7 @@ class SpeculationSwitch:
     ] = False
 
     def config(self, flags: SpeculativeFlags) -> SpeculativeConfig | None:
-        """The speculative configuration, None for plain decoding; raises `ConfigError` when the two contradict."""
+        """The configuration, None for plain decoding; raises `ConfigError` when the two contradict."""
         if not self.no_speculation:
             return flags.config()
         for flag in flags.given():
@@ -137,18 +151,26 @@ class SpeculationSwitch:
 class SamplingFlags:
     """How tokens are chosen and where a text ends."""
 
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of output; 16.", rich_help_panel=SAMPLING)] = None
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1.", rich_help_panel=SAMPLING)] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of output; 16.", rich_help_panel=SAMPLING)
+    ] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1.", rich_help_panel=SAMPLING)] = (
+        None
+    )
     top_p: Annotated[float | None, typer.Option(help="Nucleus; 1.", rich_help_panel=SAMPLING)] = None
     top_k: Annotated[
         int | None, typer.Option(help="Most likely tokens kept; 0 keeps all.", rich_help_panel=SAMPLING)
     ] = None
     min_p: Annotated[
-        float | None, typer.Option(help="Least share of the top token's probability; 0.", rich_help_panel=SAMPLING)
+        float | None,
+        typer.Option(help="Least share of the top token's probability; 0.", rich_help_panel=SAMPLING),
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = None
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = (
+        None
+    )
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=SAMPLING)
+        list[str] | None,
+        typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=SAMPLING),
     ] = None
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos", help="Go on to --max-tokens.", rich_help_panel=SAMPLING)
@@ -173,7 +195,9 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         require(key in known, f"--speculative-config: unknown key {key!r}; known keys: {', '.join(known)}")
     for key in ("method", "model", "verification"):
         value = found.get(key)
-        require(value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string")
+        require(
+            value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string"
+        )
     try:
         return SpeculativeConfig(**found)
     except ConfigError as error:

@@ -41,13 +41,20 @@ class PromptFlags:
         elif given:
             records = [PromptRecord(prompt) for prompt in given]
         else:
-            require(not sys.stdin.isatty(), "no prompt: give one as an argument, as --prompt-file, or on stdin")
+            require(
+                not sys.stdin.isatty(), "no prompt: give one as an argument, as --prompt-file, or on stdin"
+            )
             records = [PromptRecord(sys.stdin.read())]
         require(all(record.prompt for record in records), "the prompt is empty; give at least one character")
         if self.prediction_file is None:
             return records
-        require(len(records) == 1, "--prediction-file: it belongs to one prompt; use the key 'prediction' of a .jsonl file")
-        return [PromptRecord(records[0].prompt, prediction=read_text(self.prediction_file, "--prediction-file"))]
+        require(
+            len(records) == 1,
+            "--prediction-file: it belongs to one prompt; use the key 'prediction' of a .jsonl file",
+        )
+        return [
+            PromptRecord(records[0].prompt, prediction=read_text(self.prediction_file, "--prediction-file"))
+        ]
 
 
 def generate(
@@ -95,16 +102,21 @@ def stats_line(llm: LLM, outputs: list[RequestOutput], seconds: float) -> str:
     line = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
     if llm.drafter_name is None:
         return f"{line}, no speculation"
-    stats = llm.stats
-    return f"{line}, acceptance rate {stats.acceptance_rate:.1%}, τ {stats.mean_acceptance_length:.2f} tokens per forward"
+    rate, tau = llm.stats.acceptance_rate, llm.stats.mean_acceptance_length
+    return f"{line}, acceptance rate {rate:.1%}, τ {tau:.2f} tokens per forward"
 
 
 def _check_predictions(records: list[PromptRecord], speculative: SpeculativeConfig | None) -> None:
     method = speculative.method if speculative is not None else None
     if any(record.prediction is not None for record in records):
-        require(method == "prediction", "a prediction was given, but nothing uses it: add --method prediction")
+        require(
+            method == "prediction", "a prediction was given, but nothing uses it: add --method prediction"
+        )
     else:
-        require(method != "prediction", "--method prediction: give the text as --prediction-file or in a .jsonl file")
+        require(
+            method != "prediction",
+            "--method prediction: give the text as --prediction-file or in a .jsonl file",
+        )
 
 
 def _engine_prompt(record: PromptRecord) -> dict[str, str]:

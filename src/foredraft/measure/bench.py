@@ -31,7 +31,7 @@ Mode = Callable[[Sequence[int]], list[Sample]]
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first difference between two modes, with the target's logit gap there (None where one output had ended)."""
+    """The first difference of two modes, with the target's logit gap there (None where one output ended)."""
 
     where: Difference
     margin: float | None
@@ -78,7 +78,7 @@ class BenchRun:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Prompts as the engine takes them, each with its token ids; `chat_template` is whether it rendered them."""
+    """Prompts as the engine takes them, each with its token ids, and whether the template rendered them."""
 
     prompts: Sequence[Mapping[str, Any]]
     chat_template: bool
@@ -130,7 +130,9 @@ def run_bench(
         SPECULATIVE: _engine_mode(llm, inputs.prompts, plan.params, None),
         **(others or {}),
     }
-    groups = [range(first, min(first + plan.batch, len(prompts))) for first in range(0, len(prompts), plan.batch)]
+    groups = [
+        range(first, min(first + plan.batch, len(prompts))) for first in range(0, len(prompts), plan.batch)
+    ]
     for mode in modes.values():
         mode(groups[0])  # the first run of each allocates and warms caches; it is not counted
     load_peak = process_peak()
@@ -168,9 +170,9 @@ def run_bench(
 def promise_of(llm: LLM, params: SamplingParams) -> Promise:
     """What speculation owes plain decoding on the same engine.
 
-    `identical`: every token, in float32, when decoding is greedy, or seeded with coupled verification, which draws the
-    same noise either way. `near_ties`: the same in bfloat16, where another width of the forward rounds differently.
-    `none`: only the distribution, so single outputs are not compared.
+    `identical`: every token, in float32, when decoding is greedy, or seeded with coupled verification, which
+    draws the same noise either way. `near_ties`: the same in bfloat16, where a forward of another width rounds
+    differently. `none`: only the distribution, so single outputs are not compared.
     """
     speculative = llm.config.speculative
     verification = speculative.verification if speculative is not None else None
@@ -215,12 +217,14 @@ def _check_fit(llm: LLM, inputs: Inputs, params: SamplingParams) -> None:
     for number, ids in enumerate(inputs.token_ids, start=1):
         if len(ids) + (params.max_tokens or 1) > longest:
             raise RequestError(
-                f"prompt {number}: its {len(ids)} tokens and --max-tokens {params.max_tokens} exceed the context of "
-                f"{longest} tokens"
+                f"prompt {number}: its {len(ids)} tokens and --max-tokens {params.max_tokens} exceed the "
+                f"context of {longest} tokens"
             )
 
 
-def _engine_mode(llm: LLM, inputs: Sequence[Mapping[str, Any]], params: SamplingParams, gamma: int | None) -> Mode:
+def _engine_mode(
+    llm: LLM, inputs: Sequence[Mapping[str, Any]], params: SamplingParams, gamma: int | None
+) -> Mode:
     def run(group: Sequence[int]) -> list[Sample]:
         outputs = llm.generate([inputs[index] for index in group], params, num_speculative_tokens=gamma)
         samples = []
@@ -228,7 +232,8 @@ def _engine_mode(llm: LLM, inputs: Sequence[Mapping[str, Any]], params: Sampling
             if output.error is not None:
                 raise RequestError(f"prompt {index + 1}: {output.error}")
             latency, ttft = output.times.latency, output.times.ttft
-            assert latency is not None and ttft is not None
+            assert latency is not None
+            assert ttft is not None
             samples.append(Sample(index, output.outputs[0].token_ids, latency, ttft, output.stats))
         return samples
 

@@ -1,7 +1,8 @@
 """Figures from timings: pure functions of numbers, no engine.
 
-One rule for all of them: a figure of a mode is the median over rounds, beside it the smallest and largest round, and a
-ratio of two modes is taken within each round, so that a machine that slows down for a while slows both sides of it.
+One rule for all of them: a figure of a mode is the median over rounds, beside it the smallest and largest
+round, and a ratio of two modes is taken within each round, so that a machine that slows down for a while
+slows both sides of it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def mode_figures(rounds: Sequence[Round]) -> dict[str, object]:
-    """The figures of one mode, in seconds and bytes; `steps` are the target forwards of one round (the median)."""
+    """The figures of one mode, in seconds and bytes; `steps` are the target forwards of one round."""
     samples = [sample for each in rounds for sample in each.samples]
     rates = spread([each.tokens_per_second for each in rounds])
     return {
@@ -126,7 +127,7 @@ def acceptance(rounds: Sequence[Round]) -> AcceptanceStats:
 
 
 def step_split(rounds: Sequence[Round]) -> dict[str, float]:
-    """Shares of the steps' time by phase, 0 to 1, and `outside_models`: what neither target nor drafter spent."""
+    """Shares of the steps' time by phase, and `outside_models`: what neither target nor drafter spent."""
     whole = sum(each.times.total for each in rounds)
     if not whole:
         return {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from foredraft.kv.cache import KVCache
 from foredraft.kv.pool import blocks_for
 from foredraft.measure.figures import Spread, spread
-from foredraft.models.batch import ForwardBatch
+from foredraft.models.batch import ForwardBatch, ragged_batch
 from foredraft.models.decoder import TargetModel
 
 BLOCK_SIZE = 16
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """Seconds (medians) of a target forward over 1 and over `num_tokens` tokens, and their ratio pair by pair."""
+    """Median seconds of a target forward over 1 and over `num_tokens` tokens, and their ratio by pairs."""
 
     context: int
     num_tokens: int
@@ -39,7 +39,7 @@ def next_logits(model: TargetModel, token_ids: Sequence[int]) -> Tensor:
 def forward_cost(
     model: TargetModel, *, context: int = 256, num_tokens: int = 8, repeats: int = 40, warmup: int = 5
 ) -> ForwardCost:
-    """Times forwards over 1 and over `num_tokens` tokens on a cache that holds `context` tokens, taking turns.
+    """Times forwards over 1 and over `num_tokens` tokens, in turns, on a cache that holds `context` tokens.
 
     The context shrinks to what the model can hold. Logits are asked for at every token, as verification does.
     """
@@ -48,7 +48,8 @@ def forward_cost(
     ids = [(7 * place + 3) % model.config.vocab_size for place in range(context + num_tokens)]
     model.forward(sequence_batch(ids[:context], 0, 1, model.device), cache)
     batches = {
-        size: sequence_batch(ids[context : context + size], context, size, model.device) for size in (1, num_tokens)
+        size: sequence_batch(ids[context : context + size], context, size, model.device)
+        for size in (1, num_tokens)
     }
     seconds: dict[int, list[float]] = {size: [] for size in batches}
     for turn in range(warmup + repeats):
@@ -60,24 +61,16 @@ def forward_cost(
     return ForwardCost(context, num_tokens, median(seconds[1]), median(seconds[num_tokens]), spread(ratios))
 
 
-def sequence_batch(token_ids: Sequence[int], start: int, num_logits: int, device: torch.device) -> ForwardBatch:
+def sequence_batch(
+    token_ids: Sequence[int], start: int, num_logits: int, device: torch.device
+) -> ForwardBatch:
     """One request's tokens from position `start` on, in a cache of its own whose blocks it holds in order.
 
     Args:
         num_logits: how many of the last tokens have their logits computed.
     """
-    count = len(token_ids)
-    end = start + count
-    positions = torch.arange(start, end, device=device)  # [T]; slots are positions here
-    return ForwardBatch(
-        input_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=positions,
-        slot_mapping=positions.clone(),
-        query_start_loc=torch.tensor([0, count], device=device),
-        seq_lens=torch.tensor([end], device=device),
-        block_tables=torch.arange(blocks_for(end, BLOCK_SIZE), device=device).unsqueeze(0),
-        logits_indices=torch.arange(count - num_logits, count, device=device),
-    )
+    blocks = list(range(blocks_for(start + len(token_ids), BLOCK_SIZE)))
+    return ragged_batch([token_ids], [start], [blocks], [num_logits], block_size=BLOCK_SIZE, device=device)
 
 
 def _timed(model: TargetModel, batch: ForwardBatch, cache: KVCache) -> float:

@@ -1,4 +1,4 @@
-"""Whether two ways of decoding gave the same tokens, and by how much the target preferred one where they did not."""
+"""Whether two ways of decoding gave the same tokens, and how close the target's choice was if not."""
 
 from __future__ import annotations
 

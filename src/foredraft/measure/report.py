@@ -30,7 +30,7 @@ _ROWS = (
 
 
 def bench_json(run: BenchRun, llm: LLM) -> dict[str, Any]:
-    """All figures of a run; `speedup` and `throughput_gain` are None when outputs differ where they must not."""
+    """All figures of a run; the speed-ups are None when outputs differ where they must not."""
     speculative = llm.config.speculative
     assert speculative is not None
     accepted = acceptance(run.rounds[SPECULATIVE])
@@ -92,8 +92,8 @@ def print_report(figures: Mapping[str, Any], run: BenchRun, console: Console) ->
         console.print(_memory_line(figures["memory"]))
     cost = figures["forward_cost"]
     console.print(
-        f"a target forward over {cost['num_tokens']} tokens costs {cost['ratio']['median']:.2f}× one over 1 token "
-        f"({cost['tokens_s'] * 1e3:.1f} against {cost['one_token_s'] * 1e3:.1f} ms, context {cost['context']})"
+        f"a target forward over {cost['num_tokens']} tokens costs {cost['ratio']['median']:.2f}× one over 1 "
+        f"({cost['tokens_s'] * 1e3:.1f} to {cost['one_token_s'] * 1e3:.1f} ms, context {cost['context']})"
     )
     if TRANSFORMERS in figures:
         console.print(_transformers_line(figures, run))
@@ -144,8 +144,10 @@ def _memory(run: BenchRun, llm: LLM) -> dict[str, int]:
 def _prompt_figures(run: BenchRun, index: int) -> dict[str, Any]:
     plain, drafted = _of_prompt(run.rounds[BASELINE], index), _of_prompt(run.rounds[SPECULATIVE], index)
     stats = acceptance(drafted)
-    rates = {mode: median(each.num_tokens / each.seconds for each in rounds) for mode, rounds in
-             ((BASELINE, plain), (SPECULATIVE, drafted))}
+    rates = {
+        mode: median(each.num_tokens / each.seconds for each in rounds)
+        for mode, rounds in ((BASELINE, plain), (SPECULATIVE, drafted))
+    }
     speedup = ratio([each.latency_per_token for each in plain], [each.latency_per_token for each in drafted])
     record = run.prompts[index]
     return {
@@ -158,7 +160,9 @@ def _prompt_figures(run: BenchRun, index: int) -> dict[str, Any]:
         "mean_acceptance_length": stats.mean_acceptance_length,
         "outputs_identical": None
         if run.promise == "none"
-        else all(a.samples[0].token_ids == b.samples[0].token_ids for a, b in zip(plain, drafted, strict=True)),
+        else all(
+            a.samples[0].token_ids == b.samples[0].token_ids for a, b in zip(plain, drafted, strict=True)
+        ),
     }
 
 
@@ -170,9 +174,10 @@ def _of_prompt(rounds: Sequence[Round], index: int) -> list[Round]:
 
 def _headline(figures: Mapping[str, Any]) -> str:
     return (
-        f"[bold]{figures['model']}[/bold], {figures['dtype']} on {figures['device']} ({figures['threads']} threads), "
-        f"drafter {figures['drafter']}, γ = {figures['gamma']}, batch {figures['batch']}, "
-        f"{figures['prompts']} prompts × {figures['rounds']} rounds, {figures['new_tokens']} new tokens a round"
+        f"[bold]{figures['model']}[/bold], {figures['dtype']} on {figures['device']}, "
+        f"{figures['threads']} threads; drafter {figures['drafter']}, γ = {figures['gamma']}; "
+        f"batch {figures['batch']}, {figures['prompts']} prompts × {figures['rounds']} rounds, "
+        f"{figures['new_tokens']} new tokens a round"
     )
 
 
@@ -198,7 +203,16 @@ def _cell(value: Any, key: str, form: str) -> str:
 
 
 def _prompts_table(figures: Mapping[str, Any], run: BenchRun) -> Table:
-    table = Table("prompt", "kind", "tokens", "baseline (tokens/s)", "speculative (tokens/s)", "speed-up", "τ", "same text")
+    table = Table(
+        "prompt",
+        "kind",
+        "tokens",
+        "baseline (tokens/s)",
+        "speculative (tokens/s)",
+        "speed-up",
+        "τ",
+        "same text",
+    )
     for column in table.columns[2:]:
         column.justify = "right"
     for each in figures["per_prompt"]:
@@ -232,11 +246,11 @@ def _split_line(figures: Mapping[str, Any]) -> str:
 
 
 def _memory_line(memory: Mapping[str, int]) -> str:
+    mib = {name: f"{size / MEBIBYTE:.0f}" for name, size in memory.items()}
     return (
-        f"peak memory {memory['peak_memory_bytes'] / MEBIBYTE:.0f} MiB = weights "
-        f"{memory['weight_bytes'] / MEBIBYTE:.0f} + KV cache in use {memory['kv_cache_bytes'] / MEBIBYTE:.0f} + other "
-        f"{memory['besides_weights_and_cache_bytes'] / MEBIBYTE:.0f} MiB; peak while loading "
-        f"{memory['process_peak_memory_bytes'] / MEBIBYTE:.0f} MiB"
+        f"peak memory {mib['peak_memory_bytes']} MiB = weights {mib['weight_bytes']} + KV cache in use "
+        f"{mib['kv_cache_bytes']} + other {mib['besides_weights_and_cache_bytes']}; "
+        f"peak while loading {mib['process_peak_memory_bytes']} MiB"
     )
 
 
@@ -254,7 +268,8 @@ def _identity_line(figures: Mapping[str, Any], run: BenchRun, mode: str) -> str:
     if run.promise == "none":
         return f"{name} outputs are not compared: sampling promises the same distribution, not the same text"
     if mode not in run.differences:
-        return f"[green]{name} outputs are identical to plain decoding's[/green] on all {len(run.prompts)} prompts"
+        count = len(run.prompts)
+        return f"[green]{name} outputs are identical[/green] to plain decoding's on all {count} prompts"
     found = _difference(run, mode)
     assert found is not None
     place = f"first at prompt {found['prompt'] + 1}, token {found['position'] + 1}"

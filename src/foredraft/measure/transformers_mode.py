@@ -56,12 +56,12 @@ def _load(llm: LLM) -> Any:
     if path.is_file():
         if find_spec("accelerate") is None:
             raise ConfigError(
-                "--compare-transformers: transformers reads .gguf files with the package accelerate, which is not "
-                "installed: pip install accelerate"
+                "--compare-transformers: transformers reads .gguf files with the package accelerate, which "
+                "is not installed: pip install accelerate"
             )
         directory, options["gguf_file"] = path.parent, path.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--compare-transformers: transformers cannot load {path}: {error}") from error
     return model.to(llm.model.device).eval()
