@@ -46,14 +46,20 @@ KINDS = {
 def reference(params: dict, positions: torch.Tensor, **config) -> tuple[torch.Tensor, torch.Tensor]:
     """transformers' cos and sin, first halves (its tables hold every frequency twice)."""
     config = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters={"rope_theta": 10000.0, **params}, **config
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=16,
+        rope_parameters={"rope_theta": 10000.0, **params},
+        **config,
     )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     return cos[0, :, :8], sin[0, :, :8]
 
 
 def ours(params: dict, length: int, max_position: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    rope = rope_from_hf({"rope_parameters": params}, head_dim=16, max_position=max_position, where="config.json")
+    rope = rope_from_hf(
+        {"rope_parameters": params}, head_dim=16, max_position=max_position, where="config.json"
+    )
     return rope_tables(rope, length)
 
 
@@ -65,7 +71,11 @@ def test_tables_equal_transformers_within_the_trained_length(kind):
 
 
 def test_older_spelling_means_the_same():
-    raw = {"rope_theta": 500_000.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}
+    raw = {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": None,
+    }
     old = rope_from_hf(raw, head_dim=16, max_position=64, where="")
     new = rope_from_hf(
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500_000.0}},

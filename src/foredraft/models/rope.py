@@ -1,10 +1,11 @@
 """Rotary position embeddings: the kinds of scaling, and the tables that the decoder indexes by position.
 
-Follows transformers' `modeling_rope_utils` to the rounding (float32 throughout), so that logits agree. One kind is
-ambiguous there: `dynamic` (NTK) derives its base from the longest sequence of the current call, so the same token gets
-another rotation in a prefill than in a decode. Here position p always takes the base of a sequence of p + 1 tokens.
-That is what transformers computes token by token with its cache, it equals the default kind up to the trained
-length, and it makes a cached key independent of how its prompt was cut into chunks.
+Follows transformers' `modeling_rope_utils` to the rounding (float32 throughout), so that logits agree. One
+kind is ambiguous there: `dynamic` (NTK) derives its base from the longest sequence of the current call, so
+the same token gets another rotation in a prefill than in a decode. Here position p always takes the base of a
+sequence of p + 1 tokens. That is what transformers computes token by token with its cache, it equals the
+default kind up to the trained length, and it makes a cached key independent of how its prompt was cut into
+chunks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class RopeConfig:
         attention_factor: multiplies cos and sin (`yarn`).
         beta_fast, beta_slow, truncate: the ramp of `yarn`, in rotations over the original context.
         low_freq_factor, high_freq_factor: the ramp of `llama3`.
-        divisors: per-frequency divisors [rotary_dim / 2] that replace `kind`'s own formula (GGUF's `rope_freqs`).
+        divisors: per-frequency divisors [rotary_dim / 2] that replace `kind`'s own formula (GGUF's
+            `rope_freqs`).
     """
 
     kind: str
@@ -64,10 +66,11 @@ class RopeConfig:
 
 
 def rope_from_hf(raw: Mapping[str, Any], *, head_dim: int, max_position: int, where: str) -> RopeConfig:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older) of a `config.json`.
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older) of a `config.json`.
 
     Raises:
-        ModelError: an unknown kind, a missing or non-numeric parameter, or a rotary size that is odd or too large.
+        ModelError: an unknown kind, a missing or non-numeric parameter, or a rotary size that is odd or too
+            large.
     """
     params: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -93,10 +96,13 @@ def rope_from_hf(raw: Mapping[str, Any], *, head_dim: int, max_position: int, wh
     least = 4 if kind == "dynamic" else 2
     if rotary_dim % 2 or not least <= rotary_dim <= head_dim:
         raise ModelError(
-            f"{where}: {rotary_dim} rotated elements per head (head_dim {head_dim}, partial_rotary_factor {partial}); "
-            f"an even number from {least} to head_dim is needed"
+            f"{where}: {rotary_dim} rotated elements per head (head_dim {head_dim}, partial_rotary_factor "
+            f"{partial}); an even number from {least} to head_dim is needed"
         )
-    original = int(raw.get("original_max_position_embeddings") or number("original_max_position_embeddings", max_position))
+    original = int(
+        raw.get("original_max_position_embeddings")
+        or number("original_max_position_embeddings", max_position)
+    )
     factor = 1.0
     if kind != "default":
         factor = number("factor", max_position / original if kind == "yarn" else None)
@@ -120,8 +126,10 @@ def rope_from_hf(raw: Mapping[str, Any], *, head_dim: int, max_position: int, wh
     )
 
 
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """The factor on cos and sin that YaRN prescribes for a context stretched by `factor` (Peng et al. 2023)."""
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """The factor on cos and sin that YaRN prescribes for a context stretched by `factor`."""
 
     def scaled(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -180,11 +188,15 @@ def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN: interpolated below `beta_slow` rotations over the original context, untouched above `beta_fast`."""
+    """YaRN: interpolated below `beta_slow` rotations over the original context, as is above `beta_fast`."""
     dim = rope.rotary_dim
 
     def correction(rotations: float) -> float:
-        return dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            dim
+            * math.log(rope.original_max_position / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = correction(rope.beta_fast), correction(rope.beta_slow)
     if rope.truncate:
