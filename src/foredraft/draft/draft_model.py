@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foredraft.draft.drafter import DraftRequest, Observation
-from foredraft.draft.proposal import DenseProbs, DraftProposal, SparseProbs
+from foredraft.draft.proposal import DenseProbs, DraftProposal
 from foredraft.kv.cache import KVCache
-from foredraft.models.batch import ForwardBatch, ragged_batch
+from foredraft.models.batch import ragged_batch
 from foredraft.models.decoder import TargetModel
 from foredraft.sampling.choose import draft_tokens
 from foredraft.sampling.transform import process_logits
@@ -58,8 +58,8 @@ class DraftModelDrafter:
         self._written: dict[str, _Written] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
-        gamma = max(request.max_draft_tokens for request in requests)
-        lengths = [request.max_draft_tokens for request in requests]
+        lengths = [self._draft_length(request) for request in requests]
+        gamma = max(lengths)
         drafts: list[list[int]] = [[] for _ in requests]
         probs = self._empty_probs(requests, gamma)
         active = [index for index, length in enumerate(lengths) if length > 0]
@@ -82,11 +82,16 @@ class DraftModelDrafter:
                 self._written[request.request_id] = _Written(len(request.token_ids), drafts[index][:-1])
         return _proposal(drafts, probs, self._model.device)
 
+    def _draft_length(self, request: DraftRequest) -> int:
+        """What is wanted, as far as the draft model's own context reaches."""
+        room = self._model.config.max_model_len - len(request.token_ids)
+        return max(0, min(request.max_draft_tokens, room))
+
     def _empty_probs(self, requests: Sequence[DraftRequest], gamma: int) -> Tensor | None:
         """Room for q [B, γ, V], or None when no request's verification looks at it."""
         if all(request.state.matches_target for request in requests):
             return None
-        shape = (len(requests), gamma, self._model.config.vocab_size)
+        shape = (len(requests), gamma, self._vocab_size)
         return torch.zeros(shape, dtype=torch.float32, device=self._model.device)
 
     def _caught_up(self, request: DraftRequest) -> tuple[int, list[int]]:
@@ -100,8 +105,22 @@ class DraftModelDrafter:
         starts = [start for start, _ in pending]
         tokens = [ids for _, ids in pending]
         tables = [request.block_table for request in requests]
-        batch = ragged_batch(tokens, starts, tables, self._cache.block_size, self._model.device)
-        return self._model.forward(batch, self._cache).logits
+        batch = ragged_batch(
+            tokens,
+            starts,
+            tables,
+            [1] * len(tokens),
+            block_size=self._cache.block_size,
+            device=self._model.device,
+        )
+        return self._fitted(self._model.forward(batch, self._cache).logits)
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary: checkpoints of one tokenizer can be padded to different sizes."""
+        surplus = logits.shape[-1] - self._vocab_size
+        if surplus > 0:
+            return logits[:, : self._vocab_size]
+        return F.pad(logits, (0, -surplus), value=float("-inf")) if surplus < 0 else logits
 
     def observe(self, observations: Sequence[Observation]) -> None:
         pass

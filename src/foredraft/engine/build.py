@@ -91,7 +91,7 @@ def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress |
     if target.tokenizer is not None and draft.tokenizer is not None:
         differences = target.tokenizer.first_differences(draft.tokenizer)
         if differences:
-            listed = "; ".join(str(difference) for difference in differences)
+            listed = "; ".join(f"{token}: {own!r} against {other!r}" for token, own, other in differences)
             raise DrafterError(
                 f"draft model {speculative.model}: its tokenizer is not the target's, so its drafts would mean other "
                 f"text. First ids that differ: {listed}. Choose a draft model of the target's family"

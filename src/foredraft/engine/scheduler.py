@@ -106,7 +106,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             plan.append(part)
-            budget -= part.num_tokens
+            budget -= part.num_tokens + part.max_draft_tokens
         return plan, preempted
 
     def _part(self, request: Request, budget: int) -> Scheduled:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.kv.cache import KVCache
+from foredraft.models import native
 from foredraft.models.batch import ForwardBatch
 
 
@@ -67,8 +68,71 @@ class TorchAttention:
     @staticmethod
     def _gathered(layer: int, table: Tensor, length: int, cache: KVCache) -> tuple[Tensor, Tensor]:
         blocks = table[: -(-length // cache.block_size)]
-        keys, values = cache.keys(layer)[blocks], cache.values(layer)[blocks]  # [n, Hkv, block, D]
-        return tuple(part.transpose(0, 1).flatten(1, 2)[:, :length] for part in (keys, values))  # type: ignore[return-value]
+        keys = cache.keys(layer)[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
+        values = cache.values(layer)[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+        return keys, values
+
+
+class NativeAttention:
+    """Our CPU kernel: reads the paged cache where it lies.
+
+    A query's bits depend on itself and on the keys and values that it sees, in their order; so does a tree's branch, which
+    equals the chain of its nodes.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._run = getattr(native.library(), f"fd_attention_{native.SUFFIX[dtype]}")
+        self._batch: ForwardBatch | None = None
+        self._struct = native.BatchStruct()
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        struct = self._struct
+        if self._batch is not batch:  # once a forward, not once a layer
+            self._batch = batch
+            fill_batch_struct(struct, batch, q, k, cache.block_size)
+        struct.scale, struct.window = scale, sliding_window or 0
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
+        self._run(
+            struct,
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            cache.keys(layer).data_ptr(),
+            cache.values(layer).data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def fill_batch_struct(
+    struct: native.BatchStruct, batch: ForwardBatch, q: Tensor, k: Tensor, block_size: int
+) -> None:
+    """Points `struct` at the tensors of `batch`, which must outlive its use."""
+    struct.query_start = batch.query_start_loc.data_ptr()
+    struct.seq_lens = batch.seq_lens.data_ptr()
+    struct.tables = batch.block_tables.data_ptr()
+    struct.positions = batch.positions.data_ptr()
+    struct.slots = batch.slot_mapping.data_ptr()
+    struct.table_stride = batch.block_tables.stride(0)
+    struct.tree = None if batch.tree_mask is None else batch.tree_mask.data_ptr()
+    struct.tree_stride = 0 if batch.tree_mask is None else batch.tree_mask.stride(0)
+    struct.requests, struct.tokens = len(batch.seq_lens), len(batch.input_ids)
+    struct.heads, struct.kv_heads, struct.dim = q.shape[1], k.shape[1], q.shape[2]
+    struct.block, struct.threads = block_size, torch.get_num_threads()
 
 
 def visible(batch: ForwardBatch, begin: int, end: int, length: int, sliding_window: int | None) -> Tensor:
@@ -88,5 +152,7 @@ def visible(batch: ForwardBatch, begin: int, end: int, length: int, sliding_wind
 
 
 def make_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """The attention that runs fastest on `device`."""
+    """The attention that runs fastest on `device` over a cache of `dtype`."""
+    if device.type == "cpu" and dtype in native.SUFFIX and native.available():
+        return NativeAttention(dtype)
     return TorchAttention()

@@ -69,7 +69,7 @@ def open_gguf(file: GGUFFile) -> tuple[ModelConfig, Weights]:
                 f"{file.path}: rope_freqs.weight has shape {list(divisors.shape)}, expected "
                 f"[{config.rope.rotary_dim // 2}]"
             )
-        values = tuple(file.dequantized("rope_freqs.weight").tolist())
+        values = tuple(file.dequantized("rope_freqs.weight").flatten().tolist())
         config = replace(config, rope=replace(config.rope, divisors=values))
     return config, _weights(file, config)
 
@@ -155,9 +155,8 @@ def _weights(file: GGUFFile, config: ModelConfig) -> Weights:
     interleaved = file.metadata["general.architecture"] == "llama"
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
-    def read(name: str) -> Tensor:
-        array = file.dequantized(names[name])
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        tensor = file.dequantized(names[name], dtype)
         projection = name.split(".")[-2] if "." in name else ""
         if interleaved and projection in heads and "self_attn" in name:
             return rotate_half_order(tensor, heads[projection])

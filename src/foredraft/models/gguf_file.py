@@ -7,6 +7,7 @@ Dequantisation is gguf's.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -15,11 +16,16 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+from torch import Tensor
 
 from foredraft.errors import ModelError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_PLAIN = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
+_CHUNK_ELEMENTS = 1 << 20
+"""Elements converted at once: the working memory of a load, 4 MB for each intermediate result."""
 
 
 @dataclass(frozen=True)
@@ -48,38 +54,52 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: cannot be opened as GGUF: {error}") from error
+        with self._data:
+            self._read_checked_header()
+
+    def dequantized(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One tensor in `dtype`, read and converted a few rows at a time; shape as in `tensors`."""
+        tensor = self.tensors[name]
+        *outer, columns = tensor.shape or (1,)
+        num_rows = math.prod(outer)
+        row_bytes = tensor.nbytes // num_rows
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        result = torch.empty((num_rows, columns), dtype=dtype)
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for begin in range(0, num_rows, step):
+                end = min(begin + step, num_rows)
+                rows = np.frombuffer(file.read((end - begin) * row_bytes), dtype=np.uint8)
+                result[begin:end] = self._converted(tensor, rows.reshape(end - begin, row_bytes))
+        return result.reshape(tensor.shape)
+
+    def _converted(self, tensor: GGUFTensor, rows: np.ndarray) -> Tensor:
+        if tensor.kind in _PLAIN:
+            return torch.from_numpy(rows.view(_PLAIN[tensor.kind]).copy())
+        try:
+            return torch.from_numpy(gguf.quants.dequantize(rows, tensor.kind))
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.path}: {tensor.name} has quantisation {tensor.kind.name}, which gguf cannot decode"
+            ) from error
+
+    def _read_checked_header(self) -> None:
         if self._data[:4] != b"GGUF":
-            raise ModelError(f"{path}: not a GGUF file (it starts with {self._data[:4]!r})")
+            raise ModelError(f"{self.path}: not a GGUF file (it starts with {self._data[:4]!r})")
         self._at = 4
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, GGUFTensor] = {}
         try:
             self._read_header()
         except (struct.error, IndexError, UnicodeDecodeError, ValueError, KeyError) as error:
             raise ModelError(
-                f"{path}: damaged or truncated near byte {self._at} of {len(self._data)} ({error}); download "
-                "it again"
-            ) from error
-
-    def dequantized(self, name: str) -> np.ndarray:
-        """One tensor as float32, or float16 where it is stored so; shape as in `tensors`."""
-        tensor = self.tensors[name]
-        raw = np.frombuffer(self._data, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
-        if tensor.kind == gguf.GGMLQuantizationType.F32:
-            return raw.view(np.float32).reshape(tensor.shape)
-        if tensor.kind == gguf.GGMLQuantizationType.F16:
-            return raw.view(np.float16).reshape(tensor.shape)
-        try:
-            rows = raw.reshape(*tensor.shape[:-1], -1)
-            return gguf.quants.dequantize(rows, tensor.kind).reshape(tensor.shape)
-        except NotImplementedError as error:
-            raise ModelError(
-                f"{self.path}: {name} has quantisation {tensor.kind.name}, which gguf cannot decode"
+                f"{self.path}: damaged or truncated near byte {self._at} of {len(self._data)} ({error}); "
+                "download it again"
             ) from error
 
     def _read_header(self) -> None:
@@ -98,7 +118,7 @@ class GGUFFile:
         start = -(-self._at // alignment) * alignment
         for name, shape, kind, offset in table:
             block, block_bytes = gguf.constants.GGML_QUANT_SIZES[kind]
-            count = int(np.prod(shape, dtype=np.int64))
+            count = math.prod(shape)
             if shape and shape[-1] % block:
                 raise ValueError(f"{name} has rows of {shape[-1]} elements, not whole blocks of {block}")
             tensor = GGUFTensor(name, shape, kind, start + offset, count // block * block_bytes)

@@ -58,7 +58,6 @@ def load_model(
     config: EngineConfig,
     *,
     path: str | None = None,
-    invariant: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads the target that `config` names, with its tokenizer unless `skip_tokenizer_init` is set.
@@ -66,7 +65,6 @@ def load_model(
     Args:
         path: another model, such as a draft model, in the same dtype on the same device. Its tokenizer is its
             own and its context is not shortened to `max_model_len`.
-        invariant: linear layers whose results do not depend on the number of rows.
         progress: called with tensors read and tensors in all, once loading has taken two seconds.
 
     Raises:
@@ -95,7 +93,7 @@ def load_model(
     if weights is not None:
         model_config = _finish(model_config, found, tokenizer, max_model_len)
         model = build_decoder(
-            model_config, weights, dtype=dtype, device=device, invariant=invariant, progress=progress
+            model_config, weights, dtype=dtype, device=device, progress=progress
         )
     else:
         loaded = load_hf_model(found, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
@@ -156,7 +154,8 @@ def _from_hub(model: str) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"{model}: no such directory, not in the local Hugging Face cache, and downloading it failed "
-            f"({reason}). Download it where there is a network (hf download), or give a directory, a .gguf file or demo"
+            f"({reason}). Download it where there is a network (hf download), or give a directory, a "
+            ".gguf file or demo"
         ) from error
 
 
@@ -179,8 +178,8 @@ def _is_native(raw: Mapping[str, Any], path: Path) -> bool:
         method = (raw.get("quantization_config") or {}).get("quant_method")
         if method:
             raise ModelError(
-                f"{path}: weights quantised with {method!r} are not supported; use the unquantised model or a "
-                ".gguf file"
+                f"{path}: weights quantised with {method!r} are not supported; use the unquantised model or "
+                "a .gguf file"
             )
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -189,8 +188,9 @@ def _is_native(raw: Mapping[str, Any], path: Path) -> bool:
         raw.get("auto_map") or {}
     ):
         raise ModelError(
-            f"{path}: unknown architecture (model_type {kind!r}{', ' + name if name else ''}); foredraft runs "
-            f"{', '.join(FAMILIES)} itself, and through transformers every causal language model that it knows"
+            f"{path}: unknown architecture (model_type {kind!r}{', ' + name if name else ''}); foredraft "
+            f"runs {', '.join(FAMILIES)} itself, and through transformers every causal language model that "
+            "it knows"
         )
     return False
 

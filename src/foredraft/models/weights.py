@@ -37,12 +37,12 @@ class Weights:
     Args:
         where: the file or directory, for messages.
         shapes: of every tensor.
-        read: one tensor by name, in any floating-point dtype; may be a view of a mapped file.
+        read: one tensor by name, in the dtype asked for; may be a view of a mapped file.
     """
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], Tensor]
+    read: Callable[[str, torch.dtype], Tensor]
 
 
 def open_weights(directory: Path) -> Weights:
@@ -146,13 +146,11 @@ def build_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    invariant: bool = False,
     progress: Progress | None = None,
 ) -> Decoder:
     """Reads, checks and packs a decoder's weights.
 
     Args:
-        invariant: passed to the linear layers: results that do not depend on the number of rows.
 
     Raises:
         ModelError: tensors missing, surplus, of a wrong shape or not of floating point, or an unreadable
@@ -163,22 +161,23 @@ def build_decoder(
     report = _Reporter(len(expected_shapes(config)), progress)
 
     def read(name: str) -> Tensor:
-        tensor = weights.read(name)
-        if not tensor.is_floating_point():
-            raise ModelError(f"{weights.where}: {name} is of type {tensor.dtype}, not of floating point")
         report.step()
-        return tensor.to(dtype)
+        return weights.read(name, dtype)
 
     def linear(*names: str, bias: bool = False) -> Any:
         weight = (
             read(names[0] + ".weight") if len(names) == 1 else torch.cat([read(n + ".weight") for n in names])
         )
         offsets = torch.cat([read(n + ".bias") for n in names]) if bias else None
-        return pack_linear(weight, offsets, dtype=dtype, device=device, invariant=invariant)
+        return pack_linear(weight, offsets, dtype=dtype, device=device)
 
     def norm(name: str) -> Tensor:
         return read(name).to(device=device, dtype=torch.float32 if device.type == "cpu" else dtype).clone()
 
+    # The largest matrices first: what packing them takes besides is then no part of the peak.
+    config = _settle_tie(config, weights)
+    embedding = None if config.tie_word_embeddings else read("model.embed_tokens.weight").to(device).clone()
+    head = linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
     layers = []
     for i in range(config.num_layers):
         attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
@@ -195,9 +194,6 @@ def build_decoder(
                 sliding_window=config.sliding_windows[i],
             )
         )
-    config = _settle_tie(config, weights)
-    embedding = None if config.tie_word_embeddings else read("model.embed_tokens.weight").to(device).clone()
-    head = linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
     return Decoder(
         config,
         embedding=embedding,
@@ -213,7 +209,10 @@ def _settle_tie(config: ModelConfig, weights: Weights) -> ModelConfig:
     """A tied model whose checkpoint has another head of its own keeps that head, as in transformers."""
     if not config.tie_word_embeddings or "lm_head.weight" not in weights.shapes:
         return config
-    if torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
+    head, embedding = (
+        weights.read(name, torch.float32) for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    if torch.equal(head, embedding):
         return config
     return replace(config, tie_word_embeddings=False)
 
@@ -224,7 +223,7 @@ def _with_prefix(weights: Weights) -> Weights:
         return weights
     names = {name if name == "lm_head.weight" else "model." + name: name for name in weights.shapes}
     shapes = {name: weights.shapes[original] for name, original in names.items()}
-    return Weights(weights.where, shapes, lambda name: weights.read(names[name]))
+    return Weights(weights.where, shapes, lambda name, dtype: weights.read(names[name], dtype))
 
 
 def _shards(index: Path) -> list[Path]:
@@ -243,7 +242,7 @@ def _open_safetensors(directory: Path, paths: list[Path]) -> Weights:
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
-    handles: dict[str, Any] = {}
+    files: dict[str, Path] = {}
     for path in paths:
         try:
             handle: Any = safe_open(path, framework="pt", device="cpu")
@@ -260,8 +259,15 @@ def _open_safetensors(directory: Path, paths: list[Path]) -> Weights:
                     "supported, and quantised ones as GGUF"
                 )
             shapes[name] = tuple(part.get_shape())
-            handles[name] = handle
-    return Weights(str(directory), shapes, lambda name: handles[name].get_tensor(name))
+            files[name] = path
+
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        # Opened for each tensor, so that the pages of a mapped file do not add up to a second copy in memory.
+        with safe_open(files[name], framework="pt", device="cpu") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+            return tensor.to(dtype)
+
+    return Weights(str(directory), shapes, read)
 
 
 def _open_pickles(directory: Path, paths: list[Path]) -> Weights:
@@ -277,9 +283,11 @@ def _open_pickles(directory: Path, paths: list[Path]) -> Weights:
             ) from error
         state = state.get("state_dict", state) if isinstance(state, dict) else {}
         tensors.update({str(name): value for name, value in state.items() if isinstance(value, Tensor)})
-    return Weights(
-        str(directory), {name: tuple(value.shape) for name, value in tensors.items()}, tensors.__getitem__
-    )
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    odd = [n for n, value in tensors.items() if not value.is_floating_point() and not n.endswith(HARMLESS)]
+    if odd:
+        raise ModelError(f"{directory}: tensors that are not of floating point: {_some(odd)}")
+    return Weights(str(directory), shapes, lambda name, dtype: tensors[name].to(dtype))
 
 
 def _some(names: list[str], limit: int = 5) -> str:
