@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foredraft.models import native
+from foredraft.models import arena, native
 
 
 class Linear(Protocol):
@@ -55,9 +55,8 @@ class NativeLinear:
         library, suffix = native.library(), native.SUFFIX[weight.dtype]
         self.out_features, self.in_features = weight.shape
         weight = weight.contiguous()
-        self._packed = torch.zeros(
-            library.fd_packed_size(self.out_features, self.in_features), dtype=weight.dtype
-        )
+        size = library.fd_packed_size(self.out_features, self.in_features)
+        self._packed = arena.weights.empty(size, weight.dtype)
         pack = getattr(library, f"fd_pack_{suffix}")
         pack(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)
         self._bias = None if bias is None else bias.float().contiguous()
