@@ -43,6 +43,8 @@ class SpeculativeConfig:
         num_speculative_tokens: γ, draft tokens proposed per step, at least 1.
         verification: `token`, `block` or `coupled`. None means `coupled` for requests with a seed, else `block`.
         prompt_lookup_max, prompt_lookup_min: longest and shortest suffix that `ngram` looks up, in tokens.
+        tree_width: tokens drafted for each position; above 1 the draft is a tree of at most `num_speculative_tokens`
+            nodes. For `draft_model` and `ngram`.
     """
 
     method: str | None = None
@@ -51,6 +53,7 @@ class SpeculativeConfig:
     verification: str | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    tree_width: int = 1
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -64,6 +67,20 @@ class SpeculativeConfig:
         require(
             self.prompt_lookup_max >= self.prompt_lookup_min,
             f"prompt_lookup_max: {self.prompt_lookup_max} is below prompt_lookup_min {self.prompt_lookup_min}",
+        )
+        require_at_least("tree_width", self.tree_width, 1)
+        require(
+            self.tree_width <= self.num_speculative_tokens,
+            f"tree_width: {self.tree_width} is above num_speculative_tokens {self.num_speculative_tokens}, so not even "
+            "one position's tokens would fit",
+        )
+        require(
+            self.tree_width == 1 or self.method != "prediction",
+            "tree_width: a prediction is one text, not a tree; use draft_model or ngram",
+        )
+        require(
+            self.tree_width == 1 or self.verification != "block",
+            "verification: the block rule is for chains; with tree_width above 1 use token or coupled",
         )
         if self.method == "draft_model":
             require(self.model is not None, "method draft_model needs a draft model: give model= (--speculative-model)")

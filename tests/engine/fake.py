@@ -6,7 +6,7 @@ so the tokens. Slots that were never written, or that belong to another request,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +19,7 @@ from foredraft.engine.build import Built
 from foredraft.engine.prompts import RequestFactory
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.step import Engine
+from foredraft.engine.verifying import RATIO_RULES, RatioRule
 from foredraft.kv.pool import BlockPool
 from foredraft.models.decoder import ForwardOutput
 from foredraft.sampling.params import SamplingParams
@@ -150,6 +151,7 @@ def fake_engine(
     tokenizer=None,
     eos_token_ids: Sequence[int] = (),
     verification: str | None = None,
+    rules: Mapping[str, RatioRule] = RATIO_RULES,
 ) -> tuple[Engine, RequestFactory]:
     """An engine over `model`, and the factory for its requests."""
     scheduler = Scheduler(
@@ -159,7 +161,7 @@ def fake_engine(
         num_speculative_tokens=gamma if drafter else 0,
         max_model_len=model.config.max_model_len,
     )
-    engine = Engine(model, model.new_cache(num_blocks, block_size), scheduler, drafter)
+    engine = Engine(model, model.new_cache(num_blocks, block_size), scheduler, drafter, rules)
     built = Built(
         engine=engine,
         tokenizer=tokenizer,

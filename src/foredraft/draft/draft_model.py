@@ -18,8 +18,9 @@ from foredraft.draft.proposal import DenseProbs, DraftProposal
 from foredraft.kv.cache import KVCache
 from foredraft.models.batch import ragged_batch
 from foredraft.models.decoder import TargetModel
-from foredraft.sampling.choose import draft_tokens
-from foredraft.sampling.transform import process_logits
+from foredraft.draft.trees import comb, padded_tree
+from foredraft.sampling.choose import draw_drafts
+from foredraft.sampling.transform import process_drafts
 
 
 @dataclass
@@ -46,52 +47,65 @@ class DraftModelDrafter:
         model: the draft model.
         cache: its KV cache, with as many blocks of the same size as the target's.
         vocab_size: the target's; a draft model padded to another size has the same ids below.
+        tree_width: tokens drawn at each position; above 1 the draft is a comb: the path of first draws, and their
+            siblings, which cost no further forward.
     """
 
     method = "draft_model"
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: TargetModel, cache: KVCache, vocab_size: int) -> None:
+    def __init__(self, model: TargetModel, cache: KVCache, vocab_size: int, tree_width: int = 1) -> None:
         self._model = model
         self._cache = cache
         self._vocab_size = vocab_size
+        self._width = tree_width
         self._written: dict[str, _Written] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
-        lengths = [self._draft_length(request) for request in requests]
-        gamma = max(lengths)
-        drafts: list[list[int]] = [[] for _ in requests]
-        probs = self._empty_probs(requests, gamma)
-        active = [index for index, length in enumerate(lengths) if length > 0]
+        depths = [self._depth(request) for request in requests]
+        drafts: list[list[int]] = [[] for _ in requests]  # nodes, level by level; a level's first is on the path
+        spines: list[list[int]] = [[] for _ in requests]
+        probs = self._empty_probs(requests, max(depths))
+        active = [index for index, depth in enumerate(depths) if depth > 0]
         pending = {index: self._caught_up(requests[index]) for index in active}
-        for offset in range(gamma):
-            active = [index for index in active if lengths[index] > offset]
+        for offset in range(max(depths)):
+            active = [index for index in active if depths[index] > offset]
             logits = self._forward([requests[index] for index in active], [pending[index] for index in active])
             states = [requests[index].state for index in active]
-            processed = process_logits(logits, states, [drafts[index] for index in active], last_only=True)
-            tokens, q = draft_tokens(processed, states, offset, with_probs=probs is not None)
+            processed = process_drafts(logits, states, [spines[index] for index in active])
+            drawn = draw_drafts(processed, states, offset, width=self._width, with_probs=probs is not None)
             if probs is not None:
-                probs[torch.tensor(active, device=probs.device), offset] = q
-            for index, token in zip(active, tokens.tolist(), strict=True):
+                assert drawn.probs is not None
+                level = slice(offset * self._width, (offset + 1) * self._width)
+                probs[torch.tensor(active, device=probs.device), level] = drawn.probs[:, None]
+            for index, tokens in zip(active, drawn.token_ids.tolist(), strict=True):
                 start, ids = pending[index]
-                pending[index] = (start + len(ids), [token])
-                drafts[index].append(token)
-        for index in range(len(requests)):
-            if lengths[index]:
+                pending[index] = (start + len(ids), tokens[:1])
+                drafts[index] += tokens
+                spines[index] += tokens[:1]
+        for index, depth in enumerate(depths):
+            if depth:
                 request = requests[index]
-                self._written[request.request_id] = _Written(len(request.token_ids), drafts[index][:-1])
-        return _proposal(drafts, probs, self._model.device)
+                self._written[request.request_id] = _Written(len(request.token_ids), spines[index][:-1])
+        return self._proposal(drafts, depths, probs)
 
-    def _draft_length(self, request: DraftRequest) -> int:
-        """What is wanted, as far as the draft model's own context reaches."""
+    def _proposal(self, drafts: list[list[int]], depths: list[int], probs: Tensor | None) -> DraftProposal:
+        device = self._model.device
+        proposal = DraftProposal.deterministic(drafts, device)
+        tree = padded_tree([comb(depth, self._width) for depth in depths], device) if self._width > 1 else None
+        chosen = proposal.probs if probs is None else DenseProbs(probs)
+        return DraftProposal(proposal.token_ids, proposal.lengths, chosen, tree=tree)
+
+    def _depth(self, request: DraftRequest) -> int:
+        """Draft positions that are wanted, as far as the draft model's own context reaches."""
         room = self._model.config.max_model_len - len(request.token_ids)
-        return max(0, min(request.max_draft_tokens, room))
+        return max(0, min(request.max_draft_tokens // self._width, room))
 
-    def _empty_probs(self, requests: Sequence[DraftRequest], gamma: int) -> Tensor | None:
-        """Room for q [B, γ, V], or None when no request's verification looks at it."""
+    def _empty_probs(self, requests: Sequence[DraftRequest], depth: int) -> Tensor | None:
+        """Room for q [B, nodes, V], or None when no request's verification looks at it."""
         if all(request.state.matches_target for request in requests):
             return None
-        shape = (len(requests), gamma, self._vocab_size)
+        shape = (len(requests), depth * self._width, self._vocab_size)
         return torch.zeros(shape, dtype=torch.float32, device=self._model.device)
 
     def _caught_up(self, request: DraftRequest) -> tuple[int, list[int]]:
@@ -128,9 +142,3 @@ class DraftModelDrafter:
     def release(self, request_id: str) -> None:
         self._written.pop(request_id, None)
 
-
-def _proposal(drafts: list[list[int]], probs: Tensor | None, device: torch.device) -> DraftProposal:
-    proposal = DraftProposal.deterministic(drafts, device)
-    if probs is None:
-        return proposal
-    return DraftProposal(proposal.token_ids, proposal.lengths, DenseProbs(probs))

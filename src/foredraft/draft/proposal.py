@@ -47,7 +47,8 @@ class DraftProposal:
         token_ids: [B, γ] int64; entries at or past `lengths` are padding. With a tree, γ counts nodes.
         lengths: [B] int64, draft tokens (or tree nodes) of each request; 0 is allowed.
         probs: exactly what `token_ids` were sampled from. A drafter without randomness gives one-hot `SparseProbs`.
-            With a tree, row j is the distribution that node j's *parent* drew its children from, without replacement.
+            With a tree, node j was drawn from row j after its earlier siblings' tokens were taken out: siblings drawn
+            without replacement share a row, and ones that were not drawn at all have one-hot rows of their own.
         confidence: [B, γ], predicted probability that the token is accepted given that those before it are.
     """
 

@@ -11,13 +11,18 @@ from foredraft.models.batch import ForwardBatch, ragged_batch
 
 
 def build_batch(
-    plan: Sequence[Scheduled], drafts: Sequence[Sequence[int]], block_size: int, device: torch.device
+    plan: Sequence[Scheduled],
+    drafts: Sequence[Sequence[int]],
+    trees: Sequence[Sequence[int]] | None,
+    block_size: int,
+    device: torch.device,
 ) -> ForwardBatch:
     """The forward of one step.
 
     Args:
         plan: scheduled requests.
         drafts: draft tokens of each, already cut; empty for requests that do not draft.
+        trees: the parents of each one's draft nodes, when drafts are trees.
     Logits are asked for at the last pending token of each request that samples, and at its drafts.
     """
     starts = [part.request.num_computed_tokens for part in plan]
@@ -27,4 +32,6 @@ def build_batch(
     ]
     num_logits = [len(draft) + 1 if part.samples else 0 for part, draft in zip(plan, drafts, strict=True)]
     tables = [part.request.block_table for part in plan]
-    return ragged_batch(tokens, starts, tables, num_logits, block_size=block_size, device=device)
+    return ragged_batch(
+        tokens, starts, tables, num_logits, block_size=block_size, device=device, trees=trees
+    )

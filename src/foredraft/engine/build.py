@@ -76,10 +76,11 @@ def _drafter(
     speculative: SpeculativeConfig, draft: LoadedModel | None, num_blocks: int, block_size: int, vocab_size: int
 ) -> Drafter:
     if draft is not None:
-        return DraftModelDrafter(draft.model, draft.model.new_cache(num_blocks, block_size), vocab_size)
+        cache = draft.model.new_cache(num_blocks, block_size)
+        return DraftModelDrafter(draft.model, cache, vocab_size, speculative.tree_width)
     if speculative.method == "prediction":
         return PredictionDrafter()
-    return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+    return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max, speculative.tree_width)
 
 
 def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress | None) -> LoadedModel | None:

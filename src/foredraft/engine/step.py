@@ -5,7 +5,7 @@ Owns the scheduler, the target with its cache, and the drafter. Knows nothing of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from foredraft.engine.commit import commit_tokens
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import Scheduled, Scheduler
 from foredraft.engine.stats import AcceptanceStats, StepTimes
-from foredraft.engine.verifying import Decision, decide
+from foredraft.engine.verifying import RATIO_RULES, Decision, RatioRule, decide
 from foredraft.kv.cache import KVCache
 from foredraft.models.decoder import ForwardOutput, TargetModel
 
@@ -34,13 +34,22 @@ class Engine:
         cache: its KV cache.
         scheduler: queues and blocks.
         drafter: proposes tokens; None for plain decoding.
+        rules: how p is weighed against q, by name; an audit puts broken ones here to see them caught.
     """
 
-    def __init__(self, model: TargetModel, cache: KVCache, scheduler: Scheduler, drafter: Drafter | None) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: KVCache,
+        scheduler: Scheduler,
+        drafter: Drafter | None,
+        rules: Mapping[str, RatioRule] = RATIO_RULES,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.scheduler = scheduler
         self.drafter = drafter
+        self.rules = rules
         self.stats = AcceptanceStats()
         self.times = StepTimes()
         self.peak_blocks = 0
@@ -66,15 +75,19 @@ class Engine:
         with self.times.measure("draft"):
             proposal = self._propose(sampling)
         with self.times.measure("schedule"):
-            drafts = _draft_lists(proposal)
+            drafts, trees = draft_lists(proposal)
             batch = build_batch(
-                plan, _for_all(plan, drafts), self.scheduler.pool.block_size, self.model.device
+                plan,
+                _for_all(plan, drafts),
+                _for_all(plan, trees) if trees else None,
+                self.scheduler.pool.block_size,
+                self.model.device,
             )
         with self.times.measure("forward"):
             output = self.model.forward(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
         with self.times.measure("sample"):
             states = [part.request.state for part in sampling]
-            decisions = decide(output.logits, states, proposal, drafts) if sampling else []
+            decisions = decide(output.logits, states, proposal, drafts, trees, self.rules) if sampling else []
         with self.times.measure("commit"):
             changed = self._commit(plan, drafts, decisions, output)
         self.times.num_steps += 1
@@ -109,26 +122,39 @@ class Engine:
         outcomes = iter(zip(drafts, decisions, strict=True))
         row = 0
         for part in plan:
-            request, start, num_valid = part.request, part.request.num_computed_tokens, part.num_tokens
+            request, start = part.request, part.request.num_computed_tokens
+            valid = list(range(part.num_tokens))  # query tokens that are part of the text now
             num_rows = part.num_tokens
             if part.samples:
                 draft, decision = next(outcomes)
                 num_rows += len(draft)
-                num_valid += decision.num_accepted
+                valid += [part.num_tokens + node for node in decision.path]
+                self._compact(request, start + part.num_tokens, decision.path)
                 self._commit_one(part, draft, decision)
                 changed.append(request)
-            request.num_computed_tokens = start + num_valid
+            request.num_computed_tokens = start + len(valid)
             if request.finished:
                 self._release(request)
             else:
                 self.scheduler.pool.truncate(request.block_table, len(request.token_ids))
                 if output.features:
-                    features = tuple(layer[row : row + num_valid] for layer in output.features)
+                    rows = torch.tensor([row + index for index in valid], device=self.model.device)
+                    features = tuple(layer[rows] for layer in output.features)
                     observations.append(Observation(request.request_id, start, features))
             row += num_rows
         if self.drafter is not None and observations:
             self.drafter.observe(observations)
         return changed
+
+    def _compact(self, request: Request, start: int, path: Sequence[int]) -> None:
+        """Moves the accepted nodes' keys and values together: node `path[k]` to position `start + k`."""
+        if list(path) == list(range(len(path))):
+            return  # a chain's prefix lies where it belongs
+        source = slots_at(request.block_table, [start + node for node in path], self.cache.block_size)
+        destination = slots_at(request.block_table, range(start, start + len(path)), self.cache.block_size)
+        self.cache.copy_slots(
+            torch.tensor(source, device=self.model.device), torch.tensor(destination, device=self.model.device)
+        )
 
     def _commit_one(self, part: Scheduled, draft: Sequence[int], decision: Decision) -> None:
         request = part.request
@@ -155,12 +181,22 @@ class Engine:
                 self.drafter.release(request.request_id)
 
 
-def _draft_lists(proposal: DraftProposal) -> list[list[int]]:
+def draft_lists(proposal: DraftProposal) -> tuple[list[list[int]], list[list[int]] | None]:
+    """A proposal's tokens as ragged lists, and its trees' parents when it has trees."""
     lengths = proposal.lengths.tolist()
-    return [ids[:length] for ids, length in zip(proposal.token_ids.tolist(), lengths, strict=True)]
+    drafts = [ids[:length] for ids, length in zip(proposal.token_ids.tolist(), lengths, strict=True)]
+    if proposal.tree is None:
+        return drafts, None
+    parents = proposal.tree.parents.tolist()
+    return drafts, [row[:length] for row, length in zip(parents, lengths, strict=True)]
 
 
-def _for_all(plan: Sequence[Scheduled], drafts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """`drafts` of the requests that sample, spread over all scheduled ones."""
-    remaining = iter(drafts)
+def slots_at(block_table: Sequence[int], positions: Iterable[int], block_size: int) -> list[int]:
+    """Cache slots of a request's `positions`."""
+    return [block_table[position // block_size] * block_size + position % block_size for position in positions]
+
+
+def _for_all(plan: Sequence[Scheduled], lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """`lists` of the requests that sample, spread over all scheduled ones."""
+    remaining = iter(lists)
     return [next(remaining) if part.samples else [] for part in plan]

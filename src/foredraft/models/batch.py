@@ -44,14 +44,18 @@ def ragged_batch(
     *,
     block_size: int,
     device: torch.device,
+    trees: Sequence[Sequence[int] | None] | None = None,
 ) -> ForwardBatch:
-    """A causal forward.
+    """A forward of several requests, causal unless `trees` says otherwise.
 
     Args:
         tokens: each request's query tokens, at least one.
         starts: position of each request's first query token; what is before it is in the cache.
         block_tables: each request's blocks, covering its query.
         num_logits: how many of each request's last query tokens want logits.
+        trees: for each request None, or the parents of its last tokens: a tree whose root is the token before them.
+            Parents count from the tree's first token; -1 is the root. Keys and values lie in the order given, whatever
+            the tree's shape.
     """
     counts = np.array([len(ids) for ids in tokens], dtype=np.int64)
     first = np.array(starts, dtype=np.int64)
@@ -64,8 +68,30 @@ def ragged_batch(
     flat = np.fromiter((token for ids in tokens for token in ids), dtype=np.int64, count=int(bounds[-1]))
     ends = zip(bounds[1:].tolist(), num_logits, strict=True)
     wanted = np.array([row for end, count in ends for row in range(end - count, end)], dtype=np.int64)
+    mask = None
+    if trees is not None and any(trees):
+        mask = torch.from_numpy(_tree_mask(counts, bounds, positions, trees)).to(device)
     arrays = (flat, positions, slots, bounds, first + counts, tables, wanted)
-    return ForwardBatch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+    return ForwardBatch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays), mask)
+
+
+def _tree_mask(
+    counts: np.ndarray, bounds: np.ndarray, positions: np.ndarray, trees: Sequence[Sequence[int] | None]
+) -> np.ndarray:
+    """What each token sees of its own query [T, longest query]; moves the `positions` of tree nodes to their depths."""
+    widest = int(counts.max())
+    mask = np.zeros((int(bounds[-1]), widest), dtype=np.bool_)
+    for begin, count, parents in zip(bounds[:-1].tolist(), counts.tolist(), trees, strict=True):
+        mask[begin : begin + count, :count] = np.tri(count, dtype=np.bool_)
+        if not parents:
+            continue
+        root = begin + count - len(parents) - 1
+        for node, parent in enumerate(parents):
+            row, above = root + 1 + node, root + 1 + parent
+            mask[row, :count] = mask[above, :count]
+            mask[row, row - begin] = True
+            positions[row] = positions[above] + 1
+    return mask
 
 
 def padded_block_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
