@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.engine.fake import ByteTokenizer
 
 from foredraft.engine.detokenizer import Detokenizer
-from tests.engine.fake import ByteTokenizer
 
 TEXT = "naïve café — 東京 👩‍👩‍👧 z̷̢ okay, fine."
 

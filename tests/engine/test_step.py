@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.engine.fake import ByteTokenizer, FakeModel, OracleDrafter, fake_engine, run
 
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.sampling.params import SamplingParams
-from tests.engine.fake import ByteTokenizer, FakeModel, OracleDrafter, fake_engine, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=26)
 

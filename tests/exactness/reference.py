@@ -64,7 +64,9 @@ def distribution(
     return p / p.sum()
 
 
-def joint(next_distribution: Callable[[tuple[int, ...]], np.ndarray], size: int, length: int) -> dict[tuple[int, ...], float]:
+def joint(
+    next_distribution: Callable[[tuple[int, ...]], np.ndarray], size: int, length: int
+) -> dict[tuple[int, ...], float]:
     """The probability of every output of `length` tokens."""
     result = {}
     for output in itertools.product(range(size), repeat=length):

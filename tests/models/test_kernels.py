@@ -217,14 +217,14 @@ def test_a_query_has_the_same_bits_in_any_company(dtype, window, threads: int) -
         assert torch.equal(output, outputs[0])
 
 
-def tree_batch(parents: list[int], prefix: int, table: list[int], block_size: int) -> tuple[ForwardBatch, list[list[int]]]:
+def tree_batch(
+    parents: list[int], prefix: int, table: list[int], block_size: int
+) -> tuple[ForwardBatch, list[list[int]]]:
     """An anchor and its tree as one query; also each node's path, anchor first."""
     paths = [[0]]
     for node, parent in enumerate(parents, start=1):
         paths.append([*paths[parent], node])
-    chain = ragged_batch(
-        [[0] * len(paths)], [prefix], [table], [0], block_size=block_size, device=CPU
-    )
+    chain = ragged_batch([[0] * len(paths)], [prefix], [table], [0], block_size=block_size, device=CPU)
     mask = torch.zeros(len(paths), len(paths), dtype=torch.bool)
     for node, path in enumerate(paths):
         mask[node, path] = True

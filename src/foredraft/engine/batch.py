@@ -23,15 +23,13 @@ def build_batch(
         plan: scheduled requests.
         drafts: draft tokens of each, already cut; empty for requests that do not draft.
         trees: the parents of each one's draft nodes, when drafts are trees.
-    Logits are asked for at the last pending token of each request that samples, and at its drafts.
+    Logits are asked for as `Scheduled.num_logits` says: mostly at the last pending token and at the drafts.
     """
     starts = [part.request.num_computed_tokens for part in plan]
     tokens = [
         [*part.request.token_ids[start : start + part.num_tokens], *draft]
         for part, start, draft in zip(plan, starts, drafts, strict=True)
     ]
-    num_logits = [len(draft) + 1 if part.samples else 0 for part, draft in zip(plan, drafts, strict=True)]
+    num_logits = [part.num_logits(len(draft)) for part, draft in zip(plan, drafts, strict=True)]
     tables = [part.request.block_table for part in plan]
-    return ragged_batch(
-        tokens, starts, tables, num_logits, block_size=block_size, device=device, trees=trees
-    )
+    return ragged_batch(tokens, starts, tables, num_logits, block_size=block_size, device=device, trees=trees)

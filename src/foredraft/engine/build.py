@@ -110,9 +110,7 @@ def _context_length(config: EngineConfig, own: int) -> int:
     if config.max_model_len is None:
         return own
     if config.max_model_len > own:
-        raise ConfigError(
-            f"max_model_len: {config.max_model_len} is above the model's own {own} tokens; lower it"
-        )
+        raise ConfigError(f"max_model_len: {config.max_model_len} is above the model's own {own} tokens; lower it")
     return config.max_model_len
 
 

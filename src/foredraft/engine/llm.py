@@ -85,9 +85,7 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Messages] = [messages] if one else messages  # type: ignore[list-item,assignment]
         prompts = [self._factory.rendered(conversation, **template_options) for conversation in conversations]
-        return self.generate(
-            prompts, params, num_speculative_tokens=num_speculative_tokens, progress=progress
-        )
+        return self.generate(prompts, params, num_speculative_tokens=num_speculative_tokens, progress=progress)
 
     def stream(
         self,
@@ -159,9 +157,7 @@ class LLM:
         self.engine.times = StepTimes()
 
 
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):

@@ -14,6 +14,7 @@ from foredraft.engine.request import Request
 from foredraft.engine.results import Assembled
 from foredraft.errors import RequestError
 from foredraft.kv.pool import blocks_for
+from foredraft.sampling.grammar import GrammarState, Vocabulary
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.state import SamplingState
 
@@ -28,6 +29,7 @@ class RequestFactory:
         self._config = config
         self._built = built
         self._ids = itertools.count()
+        self._vocabulary: Vocabulary | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -59,6 +61,8 @@ class RequestFactory:
         for request in requests:
             request.prediction = prediction
             request.max_draft_tokens = gamma
+            # Ranking completions takes their tokens' log-probabilities, shown or not.
+            request.num_logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
         return Assembled(text, params, requests, self._built.tokenizer)
 
     def _request(self, ids: Sequence[int], params: SamplingParams, max_tokens: int) -> Request:
@@ -70,6 +74,7 @@ class RequestFactory:
             vocab_size=self._built.vocab_size,
             eos_token_ids=tuple(eos),
             bad_words_token_ids=self._bad_words(params),
+            grammar=self._grammar(params),
             verification=self._verification(params),
         )
         detokenizer = None
@@ -153,6 +158,17 @@ class RequestFactory:
                 f"{pool.block_size} tokens, but the cache has {pool.num_blocks}; raise kv_cache_memory"
             )
         return max_tokens
+
+    def _grammar(self, params: SamplingParams) -> GrammarState | None:
+        if params.structured_outputs is None:
+            return None
+        if self._vocabulary is None:
+            tokenizer, size = self._tokenizer("structured_outputs"), self._built.vocab_size
+            if not self._built.eos_token_ids:
+                raise RequestError("structured_outputs: this model has no end-of-text token to end an output with")
+            token_bytes = [tokenizer.id_to_bytes(token) for token in range(size)]
+            self._vocabulary = Vocabulary(token_bytes, sorted(tokenizer.special_ids), self._built.eos_token_ids)
+        return GrammarState(params.structured_outputs, self._vocabulary)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the bad words, each as a word of its own and as the start of a text."""

@@ -9,6 +9,7 @@ from time import perf_counter
 
 from foredraft.engine.detokenizer import Detokenizer
 from foredraft.engine.stats import AcceptanceStats
+from foredraft.sampling.logprobs import Logprob
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.state import SamplingState
 
@@ -19,10 +20,11 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)  # a request is itself; queues look it up by identity
 class Request:
     """One sequence being generated.
 
+    `num_logprobs` is how many log-probabilities to keep of each output token beside its own, None for none at all.
     `token_ids` holds prompt and output; the target's KV cache holds `num_computed_tokens` of them. Between steps of a
     decoding request that is all but the last, the anchor.
     """
@@ -37,6 +39,7 @@ class Request:
     stop_token_ids: frozenset[int]
     eos_token_ids: frozenset[int]
     prediction: Sequence[int] = ()
+    num_logprobs: int | None = None
     max_draft_tokens: int | None = None
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -45,6 +48,8 @@ class Request:
     stop_reason: str | int | None = None
     error: str | None = None
     origins: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     arrival: float = field(default_factory=perf_counter)
     first_token_at: float | None = None
@@ -62,6 +67,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Tokens whose KV is not in the cache yet: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log-probabilities are asked for and not complete."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def num_remaining_tokens(self) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foredraft.engine.outputs import CompletionOutput, RequestOutput, RequestTimes
 from foredraft.engine.request import Request
 from foredraft.engine.stats import AcceptanceStats
+from foredraft.sampling.logprobs import Logprob
 from foredraft.sampling.params import SamplingParams
 
 
@@ -38,6 +39,7 @@ class Assembled:
             finished=all(request.finished for request in requests),
             stats=stats,
             times=RequestTimes(first.arrival, _earliest(requests), _latest(requests)),
+            prompt_logprobs=self._with_text(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             error=errors[0] if errors else None,
         )
 
@@ -49,11 +51,36 @@ class Assembled:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             origins=request.origins,
+            cumulative_logprob=_cumulative(request) if self.params.logprobs is not None else None,
+            logprobs=self._with_text(request.logprobs) if self.params.logprobs is not None else None,
         )
+
+    def _with_text(self, entries: Sequence[dict[int, Logprob] | None]) -> list[Any]:
+        """The entries with each token's text filled in."""
+        if self.tokenizer is None:
+            return list(entries)
+        return [
+            None
+            if entry is None
+            else {
+                token: replace(logprob, decoded_token=self.tokenizer.decode([token], skip_special_tokens=False))
+                for token, logprob in entry.items()
+            }
+            for entry in entries
+        ]
 
 
 def _best(requests: Sequence[Request], count: int) -> Sequence[Request]:
-    return requests[:count]
+    """The `count` completions with the most probable text; the given order when all are wanted."""
+    if count == len(requests):
+        return requests
+    return sorted(requests, key=_cumulative, reverse=True)[:count]
+
+
+def _cumulative(request: Request) -> float:
+    """Sum of the output tokens' log-probabilities."""
+    tokens = zip(request.output_token_ids, request.logprobs, strict=True)
+    return sum(entry[token].logprob for token, entry in tokens)
 
 
 def _earliest(requests: Sequence[Request]) -> float | None:

@@ -28,6 +28,13 @@ class Scheduled:
     def samples(self) -> bool:
         return self.num_tokens == self.request.num_pending_tokens
 
+    def num_logits(self, num_drafts: int) -> int:
+        """Logits rows of this part with `num_drafts` draft tokens: the last ones of its query, all for a prompt whose
+        log-probabilities are asked for."""
+        if self.request.wants_prompt_logprobs:
+            return self.num_tokens + num_drafts
+        return 1 + num_drafts if self.samples else 0
+
 
 class Scheduler:
     """First come, first served, with chunked prefill beside decoding and preemption by recompute.

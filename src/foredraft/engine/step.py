@@ -13,12 +13,14 @@ from foredraft.draft.drafter import Drafter, DraftRequest, Observation
 from foredraft.draft.proposal import DraftProposal
 from foredraft.engine.batch import build_batch
 from foredraft.engine.commit import commit_tokens
+from foredraft.engine.logprobs import logprobs_of, record_prompt_logprobs
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import Scheduled, Scheduler
 from foredraft.engine.stats import AcceptanceStats, StepTimes
 from foredraft.engine.verifying import RATIO_RULES, Decision, RatioRule, decide
 from foredraft.kv.cache import KVCache
 from foredraft.models.decoder import ForwardOutput, TargetModel
+from foredraft.sampling.logprobs import Logprob
 
 NAN_MESSAGE = (
     "the target's logits are not numbers (NaN) at this request's position: the weights or the dtype are at fault; "
@@ -86,10 +88,12 @@ class Engine:
         with self.times.measure("forward"):
             output = self.model.forward(batch, self.cache, self.drafter.feature_layers if self.drafter else ())
         with self.times.measure("sample"):
+            logits = record_prompt_logprobs(plan, _for_all(plan, drafts), output.logits)
             states = [part.request.state for part in sampling]
-            decisions = decide(output.logits, states, proposal, drafts, trees, self.rules) if sampling else []
+            decisions = decide(logits, states, proposal, drafts, trees, self.rules) if sampling else []
+            logprobs = logprobs_of(sampling, drafts, decisions, logits)
         with self.times.measure("commit"):
-            changed = self._commit(plan, drafts, decisions, output)
+            changed = self._commit(plan, drafts, decisions, logprobs, output)
         self.times.num_steps += 1
         return changed
 
@@ -115,22 +119,24 @@ class Engine:
         plan: Sequence[Scheduled],
         drafts: Sequence[Sequence[int]],
         decisions: Sequence[Decision],
+        logprobs: Sequence[list[dict[int, Logprob]]],
         output: ForwardOutput,
     ) -> list[Request]:
         changed: list[Request] = []
         observations: list[Observation] = []
-        outcomes = iter(zip(drafts, decisions, strict=True))
+        outcomes = iter(zip(drafts, decisions, logprobs, strict=True))
         row = 0
         for part in plan:
             request, start = part.request, part.request.num_computed_tokens
             valid = list(range(part.num_tokens))  # query tokens that are part of the text now
             num_rows = part.num_tokens
             if part.samples:
-                draft, decision = next(outcomes)
+                draft, decision, entries = next(outcomes)
                 num_rows += len(draft)
                 valid += [part.num_tokens + node for node in decision.path]
                 self._compact(request, start + part.num_tokens, decision.path)
                 self._commit_one(part, draft, decision)
+                request.logprobs += entries[: request.num_output_tokens - len(request.logprobs)]
                 changed.append(request)
             request.num_computed_tokens = start + len(valid)
             if request.finished:

@@ -171,8 +171,8 @@ def promise_of(llm: LLM, params: SamplingParams) -> Promise:
     """What speculation owes plain decoding on the same engine.
 
     `identical`: every token, in float32, when decoding is greedy, or seeded with coupled verification, which
-    draws the same noise either way. `near_ties`: the same in bfloat16, where a forward of another width rounds
-    differently. `none`: only the distribution, so single outputs are not compared.
+    draws the same noise either way. `near_ties`: the same in bfloat16, where a forward of another width
+    rounds differently. `none`: only the distribution, so single outputs are not compared.
     """
     speculative = llm.config.speculative
     verification = speculative.verification if speculative is not None else None

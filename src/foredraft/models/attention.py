@@ -118,9 +118,7 @@ class NativeAttention:
         return out
 
 
-def fill_batch_struct(
-    struct: native.BatchStruct, batch: ForwardBatch, q: Tensor, k: Tensor, block_size: int
-) -> None:
+def fill_batch_struct(struct: native.BatchStruct, batch: ForwardBatch, q: Tensor, k: Tensor, block_size: int) -> None:
     """Points `struct` at the tensors of `batch`, which must outlive its use."""
     struct.query_start = batch.query_start_loc.data_ptr()
     struct.seq_lens = batch.seq_lens.data_ptr()

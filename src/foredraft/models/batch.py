@@ -71,8 +71,14 @@ def ragged_batch(
     mask = None
     if trees is not None and any(trees):
         mask = torch.from_numpy(_tree_mask(counts, bounds, positions, trees)).to(device)
-    arrays = (flat, positions, slots, bounds, first + counts, tables, wanted)
-    return ForwardBatch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays), mask)
+    on_device = [
+        torch.from_numpy(array).to(device, non_blocking=True)
+        for array in (flat, positions, slots, bounds, first + counts, tables, wanted)
+    ]
+    input_ids, places, slot_mapping, query_start_loc, seq_lens, padded, logits_indices = on_device
+    return ForwardBatch(
+        input_ids, places, slot_mapping, query_start_loc, seq_lens, padded, logits_indices, tree_mask=mask
+    )
 
 
 def _tree_mask(

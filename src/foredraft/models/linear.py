@@ -92,9 +92,7 @@ class NativeLinear:
         return out
 
 
-def pack_linear(
-    weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype, device: torch.device
-) -> Linear:
+def pack_linear(weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype, device: torch.device) -> Linear:
     """A linear layer of `weight` [out, in] in the format that runs fastest on `device`."""
     bias = None if bias is None else bias.to(device=device, dtype=dtype)
     weight = weight.to(device=device, dtype=dtype)

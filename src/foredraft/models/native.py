@@ -14,6 +14,7 @@ import torch
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
+
 class BatchStruct(ctypes.Structure):
     """`Batch` of kernels.c."""
 

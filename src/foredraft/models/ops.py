@@ -59,9 +59,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     if _is_native(x) and x.stride(2) == 1 and x.stride(1) == x.shape[2] and cos.is_contiguous():
         num_rows, heads, size = x.shape
-        native.library().fd_rope(
-            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), num_rows, heads, size, half
-        )
+        native.library().fd_rope(x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), num_rows, heads, size, half)
         return x
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

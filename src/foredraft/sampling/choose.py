@@ -116,13 +116,27 @@ def _draft_noise(
         if not members:
             continue
         seeds = [states[index].seed for index in members]
-        positions = [states[index].num_tokens + offset for index in members]
+        positions = [
+            states[index].num_tokens + offset
+            if stream is Stream.COUPLED
+            else step_position(states[index].num_tokens, offset)
+            for index in members
+        ]
         if candidates is None:
             part = gumbel(seeds, positions, stream, vocab_size, device)
         else:
             part = gumbel_at(seeds, positions, stream, candidates[[rows[index] for index in members]])
         noise[members] = part
     return noise
+
+
+def step_position(num_tokens: int, offset: int) -> int:
+    """The noise position of a draw that belongs to one step: that of a text of `num_tokens` tokens.
+
+    Not `num_tokens + offset`: the block rule looks at drafts and draws past the accepted length, so the next step, which
+    drafts the same positions again, must not meet them again.
+    """
+    return num_tokens | (offset + 1) << 40
 
 
 def verification_uniforms(
@@ -133,7 +147,7 @@ def verification_uniforms(
     They are keyed by the text's length, so a request's draws are its own whatever else runs.
     """
     seeds = [state.seed for state in states for _ in range(gamma)]
-    positions = [state.num_tokens + offset for state in states for offset in range(gamma)]
+    positions = [step_position(state.num_tokens, offset) for state in states for offset in range(gamma)]
     accept = uniforms(seeds, positions, Stream.ACCEPT).reshape(len(states), gamma)
     final = uniforms([state.seed for state in states], [state.num_tokens for state in states], Stream.FINAL)
     return accept.to(device), final.to(device)

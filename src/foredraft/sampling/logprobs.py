@@ -29,9 +29,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> list[dict[int, L
     ranks = ((logits > at_chosen).sum(-1) + 1).tolist()
     chosen_logprobs = (at_chosen - normaliser)[:, 0].tolist()
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    rows = zip(
-        chosen.tolist(), chosen_logprobs, ranks, ids.tolist(), (values - normaliser).tolist(), strict=True
-    )
+    rows = zip(chosen.tolist(), chosen_logprobs, ranks, ids.tolist(), (values - normaliser).tolist(), strict=True)
     result = []
     for token, logprob, rank, top_ids, top_values in rows:
         entry = {token: Logprob(logprob, rank)}

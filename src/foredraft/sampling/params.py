@@ -36,9 +36,7 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         values = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
         if sum(value is not None for value in values) != 1:
-            raise RequestError(
-                "structured_outputs: give exactly one of json, json_object, regex, choice and grammar"
-            )
+            raise RequestError("structured_outputs: give exactly one of json, json_object, regex, choice and grammar")
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,9 @@ def verify_tree_match(proposal: DraftProposal, target_tokens: Tensor) -> Verific
     outcomes = []
     choices = target_tokens.tolist()
     for request, (tokens, parents) in enumerate(_trees(proposal)):
-        row, path, emitted = 0, [], [choices[request][0]]
+        row, path, emitted = 0, list[int](), [choices[request][0]]
         while True:
-            child = next(
-                (node for node in _children(parents, row - 1) if tokens[node] == emitted[-1]), None
-            )
+            child = next((node for node in _children(parents, row - 1) if tokens[node] == emitted[-1]), None)
             if child is None:
                 break
             path.append(child)
@@ -56,7 +54,8 @@ def verify_tree_token(
         row, path = 0, []
         while True:
             p = target_probs[request, row].double()
-            accepted, tried = None, []
+            accepted: int | None = None
+            tried: list[int] = []
             for node in _children(parents, row - 1):
                 q = _dense(proposal.probs, request, node, vocab_size)
                 q[tried] = 0
@@ -82,9 +81,7 @@ def verify_tree_token(
 def _trees(proposal: DraftProposal) -> list[tuple[list[int], list[int]]]:
     """Each request's node tokens and parents, without padding."""
     assert proposal.tree is not None
-    rows = zip(
-        proposal.token_ids.tolist(), proposal.tree.parents.tolist(), proposal.lengths.tolist(), strict=True
-    )
+    rows = zip(proposal.token_ids.tolist(), proposal.tree.parents.tolist(), proposal.lengths.tolist(), strict=True)
     return [(tokens[:length], parents[:length]) for tokens, parents, length in rows]
 
 
