@@ -1,8 +1,8 @@
 """Exact inference on a candidate lattice: a first-order Markov chain over K candidates in each of γ slots.
 
-A drafter's corrected scores make such a chain, so dynamic programming over tiny tensors answers, without another network
-pass, what the drafter expects: node probabilities, acceptance lengths, the most probable paths, the best tree and its
-best size. Everything is batched, runs in float64, and loops over slots only.
+A drafter's corrected scores make such a chain, so dynamic programming over tiny tensors answers, without
+another network pass, what the drafter expects: node probabilities, acceptance lengths, the most probable
+paths, the best tree and its best size. Everything is batched, runs in float64, and loops over slots only.
 
 Columns are places among a slot's candidates, not token ids. Knows neither networks nor requests.
 """
@@ -21,7 +21,8 @@ class Chain:
 
     Args:
         first: [B, K], of slot 0's candidates given the anchor.
-        edges: [B, γ-1, K, K]; `edges[:, k, a, b]` goes from candidate a of slot k to candidate b of slot k + 1.
+        edges: [B, γ-1, K, K]; `edges[:, k, a, b]` goes from candidate a of slot k to candidate b of slot k +
+            1.
     """
 
     first: Tensor
@@ -34,7 +35,8 @@ class Chain:
 
 @dataclass(frozen=True)
 class PathTree:
-    """The most probable prefixes of a chain as a tree; -1 is the anchor, and parents come before their children.
+    """The most probable prefixes of a chain as a tree; -1 is the anchor, and parents come before their
+    children.
 
     Args:
         columns: [B, n], each node's candidate in slot `depths - 1`.
@@ -52,7 +54,8 @@ class PathTree:
 
 
 def normalised(scores: Chain, temperatures: Tensor | None = None) -> Chain:
-    """Scores as log-probabilities in float64, each slot's divided by its temperature ([γ], or [B, γ]) before."""
+    """Scores as log-probabilities in float64, each slot's divided by its temperature ([γ], or [B, γ])
+    before."""
     first, edges = scores.first.double(), scores.edges.double()
     if temperatures is not None:
         scale = temperatures.double().expand(len(first), scores.num_slots)
@@ -102,13 +105,14 @@ def conditional_acceptance(log_probs: Tensor, acceptance: Tensor) -> Tensor:
 
 
 def acceptance_lengths(surviving: Tensor) -> Tensor:
-    """Distribution of the number of accepted drafts [..., γ+1] from the probabilities [..., γ] that k or more are."""
+    """Distribution of the number of accepted drafts [..., γ+1] from the probabilities [..., γ] that k or more
+    are."""
     edge = torch.ones_like(surviving[..., :1])
     return torch.cat([edge, surviving], -1) - torch.cat([surviving, torch.zeros_like(edge)], -1)
 
 
 def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` most probable paths (all of them if there are fewer), most probable first: the list Viterbi algorithm.
+    """The `count` most probable paths (all of them if there are fewer), most probable first: list Viterbi.
 
     Returns columns [B, n, γ] and log-probabilities [B, n].
     """
@@ -140,8 +144,9 @@ def viterbi(chain: Chain) -> tuple[Tensor, Tensor]:
 def best_tree(chain: Chain, num_nodes: int) -> PathTree:
     """The tree of `num_nodes` nodes with the most expected accepted tokens under the chain.
 
-    A tree's expected accepted tokens are the sum of its nodes' path probabilities. A path is never more probable than its
-    prefix, so the `num_nodes` most probable prefixes are a tree, and no other tree has a larger sum.
+    A tree's expected accepted tokens are the sum of its nodes' path probabilities. A path is never more
+    probable than its prefix, so the `num_nodes` most probable prefixes are a tree, and no other tree has a
+    larger sum.
     """
     batch, num_candidates = chain.first.shape
     log_probs, columns, parents, depths = [], [], [], []
@@ -152,7 +157,8 @@ def best_tree(chain: Chain, num_nodes: int) -> PathTree:
         else:
             steps = chain.edges[:, slot - 1].gather(1, column[..., None].expand(-1, -1, num_candidates))
         extended = (level[..., None] + steps).flatten(1)  # [B, parents · K]
-        # A node among the best has its parent among its own level's best, so no level needs more than num_nodes.
+        # A node among the best has its parent among its own level's best, so no level needs more than
+        # num_nodes.
         level, place = extended.topk(min(num_nodes, extended.shape[1]), dim=-1)
         column = place % num_candidates
         log_probs.append(level)
@@ -192,10 +198,11 @@ def sample_path(chain: Chain, noise: Tensor) -> Tensor:
 
 
 def best_sizes(log_probs: Tensor, draft_seconds: float, verify_seconds: Tensor) -> Tensor:
-    """How many nodes [B] of each request's tree to verify, for the most expected tokens per second of the batch.
+    """How many nodes [B] of each request's tree to verify, for the most expected tokens per second of the
+    batch.
 
-    Maximises (B + Σ π of the nodes kept) / (t_draft + t_verify(nodes kept)), taking the most probable nodes of all
-    requests first. Chains are trees whose nodes are prefixes.
+    Maximises (B + Σ π of the nodes kept) / (t_draft + t_verify(nodes kept)), taking the most probable nodes
+    of all requests first. Chains are trees whose nodes are prefixes.
 
     Args:
         log_probs: [B, n], path log-probabilities, largest first in each row, -inf for padding.
