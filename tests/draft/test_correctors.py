@@ -76,7 +76,7 @@ def states(verification: str = "token", count: int = BATCH, **options) -> list[S
 def draw(corrector, unary, hidden, anchor, chosen, draft_ids=None):
     """Drafts, with candidates when the corrector has them; returns them with the candidates and unary scores
     used."""
-    sampler = SlotSampler(chosen, draft_ids)
+    sampler = SlotSampler(chosen)
     if corrector.num_candidates is None:
         return corrector.correct(unary, hidden, anchor, sampler), None, unary
     top = top_candidates(unary, corrector.num_candidates, draft_ids)
@@ -187,7 +187,7 @@ def test_published_formulas(name: str, num_candidates: int | None) -> None:
     corrector = build(name, num_candidates)
     embedding = torch.stack([corrector.raw_embeddings(torch.tensor(token)) for token in range(VOCAB)])
     unary, hidden, anchor = inputs()
-    drafts, candidates, scores = draw(corrector, unary, hidden, anchor, states())
+    drafts, candidates, _ = draw(corrector, unary, hidden, anchor, states())
     previous = torch.cat([anchor[:, None], drafts.token_ids[:, :-1]], 1)
     for request in range(BATCH):
         state = None

@@ -100,6 +100,11 @@ class Corrector(nn.Module, ABC):
         rows = self.raw_embeddings(token_ids)
         return nn.functional.rms_norm(rows, (rows.shape[-1],), eps=1e-6)
 
+    def column_ids(self, batch: int) -> Tensor | None:
+        """Token ids of the draft vocabulary's columns [B, Vd]; None when it is the target's."""
+        draft_ids = self.sizes.draft_ids
+        return None if draft_ids is None else draft_ids.expand(batch, -1)
+
     def freeze(self, dtype: torch.dtype) -> None:
         """Computes once what sampling needs again and again; training comes before."""
 
@@ -138,6 +143,10 @@ class Corrector(nn.Module, ABC):
             sampler: fresh; turns each slot's scores into tokens.
             candidates: [B, γ, C], as in `teacher_forced`.
         """
+        if candidates is not None:
+            sampler.foresee(candidates)
+        elif self.sizes.draft_ids is not None:
+            sampler.foresee(self.sizes.draft_ids.expand(len(anchor), hidden.shape[1], -1))
         scores = self.draw_slots(unary_logits, hidden, anchor, sampler, candidates)
         confidence = None
         if self.confidence_head is not None:
@@ -221,7 +230,7 @@ class FirstOrder(Corrector):
         for slot in range(unary_logits.shape[1]):
             bias = self.edges(hidden[:, slot : slot + 1], previous[:, None, None], None, slot)[:, 0, 0]
             scores.append(base[:, slot] + bias)
-            _, previous = sampler.draw(scores[-1])
+            _, previous = sampler.draw(scores[-1], self.column_ids(len(anchor)))
         return scores
 
 

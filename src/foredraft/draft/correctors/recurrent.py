@@ -52,7 +52,8 @@ class Recurrent(Corrector):
         for slot in range(unary_logits.shape[1]):
             state, features = self.advance(state, previous, hidden[:, slot], slot)
             scores.append(self._scores(unary_logits, features, candidates, slot))
-            _, previous = sampler.draw(scores[-1], None if candidates is None else candidates[:, slot])
+            ids = self.column_ids(len(anchor)) if candidates is None else candidates[:, slot]
+            _, previous = sampler.draw(scores[-1], ids)
         return scores
 
     def _scores(self, unary_logits: Tensor, features: Tensor, candidates: Tensor | None, slot: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foredraft.draft.proposal import DenseProbs, SparseProbs
 from foredraft.sampling.choose import draw_drafts
+from foredraft.sampling.noise import Stream, gumbel_at
 from foredraft.sampling.state import SamplingState
 from foredraft.sampling.transform import process_drafts
 
@@ -20,12 +21,10 @@ class SlotSampler:
 
     Args:
         states: of the requests, in the order of the scores' rows.
-        draft_ids: [Vd] target ids of the columns when the drafter's vocabulary is a part of the target's.
     """
 
-    def __init__(self, states: Sequence[SamplingState], draft_ids: Tensor | None = None) -> None:
+    def __init__(self, states: Sequence[SamplingState]) -> None:
         self._states = states
-        self._draft_ids = draft_ids
         self._transforms = any(state.transforms_logits for state in states)
         self._argmax_only = not self._transforms and all(state.params.is_greedy for state in states)
         self._with_probs = not all(state.matches_target for state in states)
@@ -33,34 +32,68 @@ class SlotSampler:
         self._tokens: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._candidates: list[Tensor] = []
+        self._noise: Tensor | None = None  # [B, γ, C], 0 for greedy requests
+        greedy = [state.params.is_greedy for state in states]
+        self._one_hot = torch.tensor(greedy)[:, None] if any(greedy) else None
+
+    def foresee(self, candidates: Tensor) -> None:
+        """Makes the noise of all slots' candidates [B, γ, C] at once, which costs a fraction of doing it in
+        turn."""
+        if self._argmax_only:
+            return
+        batch, num_slots, _ = candidates.shape
+        self._noise = torch.zeros(candidates.shape, device=candidates.device)
+        for stream in (Stream.COUPLED, Stream.DRAFT):
+            members = [index for index in range(batch) if self._stream(index) is stream]
+            if members:
+                drawing = [self._states[index] for index in members for _ in range(num_slots)]
+                positions = [
+                    self._states[index].num_tokens + slot for index in members for slot in range(num_slots)
+                ]
+                seeds = [state.seed for state in drawing]
+                part = gumbel_at(seeds, positions, stream, candidates[members].flatten(0, 1))
+                self._noise[members] = part.reshape(len(members), num_slots, -1)
+
+    def _stream(self, index: int) -> Stream | None:
+        """Where a request's noise comes from: the coupled rule shares its target's; None for greedy."""
+        state = self._states[index]
+        if state.params.is_greedy:
+            return None
+        return Stream.COUPLED if state.verification == "coupled" else Stream.DRAFT
 
     def draw(self, scores: Tensor, candidates: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Draws the next slot's token of each request; returns its column [B] and its id [B].
 
         Args:
             scores: [B, C], after correction and before any transform.
-            candidates: [B, C] token ids of the columns; None when they are the draft vocabulary.
+            candidates: [B, C] token ids of the columns, as foreseen; None when they are the target's
+                vocabulary.
         """
-        if candidates is None and self._draft_ids is not None:
-            candidates = self._draft_ids.expand(len(scores), -1)
+        slot = len(self._tokens)
         if self._argmax_only:
             columns = scores.argmax(-1)
-            tokens = columns if candidates is None else candidates.gather(1, columns[:, None])[:, 0]
-        else:
+        elif candidates is None:
             drawn = draw_drafts(
-                self._processed(scores, candidates),
+                process_drafts(scores, self._states, self._prefixes),
                 self._states,
-                len(self._tokens),
+                slot,
                 with_probs=self._with_probs,
-                candidates=candidates,
             )
-            tokens = columns = drawn.token_ids[:, 0]
-            if candidates is not None:
-                columns = (candidates == tokens[:, None]).to(torch.int8).argmax(-1)
+            columns = drawn.token_ids[:, 0]
             if drawn.probs is not None:
                 self._probs.append(drawn.probs)
-                if candidates is not None:
-                    self._candidates.append(candidates)
+        else:
+            assert self._noise is not None, "foresee() comes first"
+            processed = self._processed(scores, candidates)
+            columns = (processed + self._noise[:, slot]).argmax(-1)
+            if self._with_probs:
+                probs = processed.softmax(-1)
+                if self._one_hot is not None:
+                    certain = torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0)
+                    probs = torch.where(self._one_hot.to(probs.device), certain, probs)
+                self._probs.append(probs)
+                self._candidates.append(candidates)
+        tokens = columns if candidates is None else candidates.gather(1, columns[:, None])[:, 0]
         self._tokens.append(tokens)
         if self._transforms:
             for prefix, token in zip(self._prefixes, tokens.tolist(), strict=True):
@@ -84,14 +117,14 @@ class SlotSampler:
             return DenseProbs(probs)
         return SparseProbs(torch.stack(self._candidates, 1), probs)
 
-    def _processed(self, scores: Tensor, candidates: Tensor | None) -> Tensor:
+    def _processed(self, scores: Tensor, candidates: Tensor) -> Tensor:
         """Scores after the requests' transforms [B, C].
 
         A request whose transforms bar every candidate keeps its raw scores: whatever it drafts will be
             rejected, and a
         distribution that is one can be verified.
         """
-        if candidates is None or not self._transforms:
+        if not self._transforms:
             processed = process_drafts(scores, self._states, self._prefixes)
         else:
             # Transforms speak of the target's vocabulary. Of duplicate candidates one is -inf and must not
@@ -101,7 +134,6 @@ class SlotSampler:
             wide = wide.scatter_reduce(1, candidates, scores.float(), "amax")
             processed = process_drafts(wide, self._states, self._prefixes).gather(1, candidates)
             processed = processed.masked_fill(scores == NEVER, NEVER)
-        if self._transforms:
             barred = processed.amax(-1, keepdim=True) == NEVER
             processed = torch.where(barred, scores.float(), processed)
         return processed
