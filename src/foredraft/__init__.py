@@ -1,6 +1,6 @@
 """foredraft: exact, fast speculative decoding.
 
-    from foredraft import LLM, SamplingParams, SpeculativeConfig
+from foredraft import LLM, SamplingParams, SpeculativeConfig
 """
 
 from __future__ import annotations

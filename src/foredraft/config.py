@@ -85,7 +85,9 @@ class SpeculativeConfig:
         if self.method == "draft_model":
             require(self.model is not None, "method draft_model needs a draft model: give model= (--speculative-model)")
         else:
-            require(self.model is None, f"method {self.method} takes no draft model, but model={self.model!r} was given")
+            require(
+                self.model is None, f"method {self.method} takes no draft model, but model={self.model!r} was given"
+            )
 
 
 @dataclass(frozen=True)

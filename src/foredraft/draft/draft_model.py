@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from foredraft.draft.drafter import DraftRequest, Observation
 from foredraft.draft.proposal import DenseProbs, DraftProposal
+from foredraft.draft.trees import comb, padded_tree
 from foredraft.kv.cache import KVCache
 from foredraft.models.batch import ragged_batch
 from foredraft.models.decoder import TargetModel
-from foredraft.draft.trees import comb, padded_tree
 from foredraft.sampling.choose import draw_drafts
 from foredraft.sampling.transform import process_drafts
 
@@ -141,4 +141,3 @@ class DraftModelDrafter:
 
     def release(self, request_id: str) -> None:
         self._written.pop(request_id, None)
-

@@ -12,7 +12,6 @@ from foredraft.draft.drafter import DraftRequest, Observation
 from foredraft.draft.proposal import DraftProposal
 from foredraft.draft.trees import padded_tree
 
-
 NUM_REMEMBERED = 8
 """Continuations kept of an n-gram, the latest ones."""
 

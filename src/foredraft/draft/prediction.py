@@ -40,11 +40,7 @@ class _Cursor:
         """The position after the longest ending of the output found in the prediction, ahead of the cursor first."""
         for size in range(min(LONGEST_ALIGNMENT, len(self.output)), 0, -1):
             ending = tuple(self.output[-size:])
-            ends = [
-                end
-                for end in range(size, len(self.prediction) + 1)
-                if self.prediction[end - size : end] == ending
-            ]
+            ends = [end for end in range(size, len(self.prediction) + 1) if self.prediction[end - size : end] == ending]
             if ends:
                 return next((end for end in ends if end > self.last_position), ends[-1])
         return None
