@@ -57,9 +57,7 @@ def reference(params: dict, positions: torch.Tensor, **config) -> tuple[torch.Te
 
 
 def ours(params: dict, length: int, max_position: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    rope = rope_from_hf(
-        {"rope_parameters": params}, head_dim=16, max_position=max_position, where="config.json"
-    )
+    rope = rope_from_hf({"rope_parameters": params}, head_dim=16, max_position=max_position, where="config.json")
     return rope_tables(rope, length)
 
 

@@ -85,7 +85,7 @@ def save_demo_layers(directory: Path, num_layers: int) -> Path:
         if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
     ]
     save_file(
-        {name: weights.read(name).clone() for name in kept},
+        {name: weights.read(name, torch.float32) for name in kept},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -105,9 +105,7 @@ def read_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     family = FAMILIES[str(architecture)]
     values = {**family.defaults, **raw}
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(
-            f"{where}: hidden_act {values['hidden_act']!r} is not supported; {architecture} uses silu"
-        )
+        raise ModelError(f"{where}: hidden_act {values['hidden_act']!r} is not supported; {architecture} uses silu")
 
     hidden_size = positive(values, "hidden_size", where)
     num_heads = positive(values, "num_attention_heads", where)
@@ -117,8 +115,7 @@ def read_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         num_kv_heads = positive(values, "num_key_value_heads", where)
     if num_heads % num_kv_heads:
         raise ModelError(
-            f"{where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads "
-            f"{num_kv_heads}"
+            f"{where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
     if values.get("head_dim") is not None:
         head_dim = positive(values, "head_dim", where)
@@ -180,9 +177,7 @@ def _epsilon(raw: Mapping[str, Any], where: str) -> float:
     return float(value)
 
 
-def _sliding_windows(
-    raw: Mapping[str, Any], family: Family, num_layers: int, where: str
-) -> tuple[int | None, ...]:
+def _sliding_windows(raw: Mapping[str, Any], family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:
     """Per layer, the window in tokens or None; Qwen says it per layer and behind a switch."""
     off = family.window == "none" or (family.window == "layers" and not raw.get("use_sliding_window", False))
     if off or not raw.get("sliding_window"):

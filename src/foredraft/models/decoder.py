@@ -55,9 +55,7 @@ class TargetModel(Protocol):
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache: ...
 
-    def forward(
-        self, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int] = ()
-    ) -> ForwardOutput: ...
+    def forward(self, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int] = ()) -> ForwardOutput: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +156,7 @@ class Decoder:
         return self.head(hidden).float()
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int] = ()) -> ForwardOutput:
         """Runs all tokens of `batch`, writing their keys and values to `cache`.
 
         Args:
@@ -209,9 +205,7 @@ def truncated(model: Decoder, num_layers: int) -> Decoder:
     """
     if not 1 <= num_layers <= model.config.num_layers:
         raise ModelError(f"cannot keep {num_layers} layers of a model that has {model.config.num_layers}")
-    config = replace(
-        model.config, num_layers=num_layers, sliding_windows=model.config.sliding_windows[:num_layers]
-    )
+    config = replace(model.config, num_layers=num_layers, sliding_windows=model.config.sliding_windows[:num_layers])
     return Decoder(
         config,
         embedding=model.embedding,

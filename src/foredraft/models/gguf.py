@@ -52,9 +52,7 @@ def open_gguf(file: GGUFFile) -> tuple[ModelConfig, Weights]:
             f"{', '.join(ARCHITECTURES)}); load the model's original directory instead"
         )
     if file.metadata.get(f"{architecture}.expert_count", 0):
-        raise ModelError(
-            f"{file.path}: mixture-of-experts GGUF models are not supported; load the original directory"
-        )
+        raise ModelError(f"{file.path}: mixture-of-experts GGUF models are not supported; load the original directory")
     config = replace(
         read_model_config(config_from_metadata(file), str(file.path)),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -132,9 +130,7 @@ def _rope(metadata: Mapping[str, Any], architecture: str, where: str) -> dict[st
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
-        raise ModelError(
-            f"{where}: {prefix}scaling.type {kind!r} is not supported; known: none, linear, yarn"
-        )
+        raise ModelError(f"{where}: {prefix}scaling.type {kind!r} is not supported; known: none, linear, yarn")
     params: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         params["original_max_position_embeddings"] = metadata.get(prefix + "scaling.original_context_length")

@@ -105,9 +105,7 @@ class GGUFFile:
     def _read_header(self) -> None:
         (version,) = self._unpack("I")
         if version not in (2, 3):
-            raise ModelError(
-                f"{self.path}: GGUF version {version} is not supported (2 and 3 are, little-endian)"
-            )
+            raise ModelError(f"{self.path}: GGUF version {version} is not supported (2 and 3 are, little-endian)")
         num_tensors, num_keys = self._unpack("QQ")
         for _ in range(num_keys):
             key = self._string()

@@ -108,11 +108,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
         [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t in special]
     )
     backend.add_tokens(
-        [
-            AddedToken(tokens[i], special=False, normalized=False)
-            for i, t in enumerate(types)
-            if t == USER_DEFINED
-        ]
+        [AddedToken(tokens[i], special=False, normalized=False) for i, t in enumerate(types) if t == USER_DEFINED]
     )
     names = {
         name: tokens[metadata[key]]

@@ -54,13 +54,7 @@ class HFModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token takes in the KV cache, over all layers."""
-        return (
-            2
-            * self._num_cached_layers
-            * self.config.num_kv_heads
-            * self.config.head_dim
-            * self.dtype.itemsize
-        )
+        return 2 * self._num_cached_layers * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """An empty KV cache of `num_blocks` blocks of `block_size` tokens."""
@@ -75,27 +69,21 @@ class HFModel:
         )
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int] = ()
-    ) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int] = ()) -> ForwardOutput:
         """As `Decoder.forward`.
 
         Raises:
             ModelError: the batch holds a draft tree, which transformers' models do not take.
         """
         if batch.tree_mask is not None:
-            raise ModelError(
-                f"{self._where}: draft trees need a model that foredraft runs itself; use chains"
-            )
+            raise ModelError(f"{self._where}: draft trees need a model that foredraft runs itself; use chains")
         starts = batch.query_start_loc.tolist()
         outputs = [
             self._run(batch, cache, row, begin, end, feature_layers)
             for row, (begin, end) in enumerate(pairwise(starts))
         ]
         hidden = torch.cat([output.hidden for output in outputs])
-        features = tuple(
-            torch.cat(parts) for parts in zip(*(output.features for output in outputs), strict=True)
-        )
+        features = tuple(torch.cat(parts) for parts in zip(*(output.features for output in outputs), strict=True))
         logits = torch.cat([output.logits for output in outputs])
         return ForwardOutput(hidden, features, logits[batch.logits_indices])
 
@@ -120,9 +108,7 @@ class HFModel:
             for layer in range(self._num_cached_layers):
                 keys, values = cache.read(layer, slots)  # [num_before, Hkv, D]
                 past.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer)
-        output, features = self._call(
-            batch.input_ids[begin:end], batch.positions[begin:end], past, feature_layers
-        )
+        output, features = self._call(batch.input_ids[begin:end], batch.positions[begin:end], past, feature_layers)
         slots = batch.slot_mapping[begin:end]
         stored = slots >= 0
         for layer, kept in enumerate(past.layers):
@@ -142,17 +128,13 @@ class HFModel:
         last = self.config.num_layers - 1
         hook = None
         if last in feature_layers:
-            hook = self._last_layer().register_forward_hook(
-                lambda _module, _inputs, out: captured.append(_first(out))
-            )
+            hook = self._last_layer().register_forward_hook(lambda _module, _inputs, out: captured.append(_first(out)))
         try:
             output = self._model(input_ids[None], use_cache=True, output_hidden_states=True, **arguments)
         finally:
             if hook is not None:
                 hook.remove()
-        layers = [
-            captured[0] if index == last else output.hidden_states[index + 1] for index in feature_layers
-        ]
+        layers = [captured[0] if index == last else output.hidden_states[index + 1] for index in feature_layers]
         return output, tuple(layer[0] for layer in layers)
 
     def _last_layer(self) -> nn.Module:
@@ -206,9 +188,7 @@ class HFModel:
         )
 
 
-def load_hf_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
-) -> HFModel:
+def load_hf_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> HFModel:
     """Loads a directory with transformers.
 
     Raises:

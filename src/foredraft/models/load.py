@@ -92,9 +92,7 @@ def load_model(
     model: TargetModel
     if weights is not None:
         model_config = _finish(model_config, found, tokenizer, max_model_len)
-        model = build_decoder(
-            model_config, weights, dtype=dtype, device=device, progress=progress
-        )
+        model = build_decoder(model_config, weights, dtype=dtype, device=device, progress=progress)
     else:
         loaded = load_hf_model(found, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)
         loaded.config = _finish(loaded.config, found, tokenizer, max_model_len)
@@ -132,9 +130,7 @@ def find_model(model: str) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise ModelError(
-            f"{model}: a file, but not .gguf; name the directory that holds config.json and the weights"
-        )
+        raise ModelError(f"{model}: a file, but not .gguf; name the directory that holds config.json and the weights")
     parts = model.split("/")
     if path.is_absolute() or model.startswith((".", "~")) or len(parts) > 2 or not all(parts):
         raise ModelError(f"{model}: no such directory")
@@ -184,9 +180,7 @@ def _is_native(raw: Mapping[str, Any], path: Path) -> bool:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in (
-        raw.get("auto_map") or {}
-    ):
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in (raw.get("auto_map") or {}):
         raise ModelError(
             f"{path}: unknown architecture (model_type {kind!r}{', ' + name if name else ''}); foredraft "
             f"runs {', '.join(FAMILIES)} itself, and through transformers every causal language model that "
@@ -195,28 +189,20 @@ def _is_native(raw: Mapping[str, Any], path: Path) -> bool:
     return False
 
 
-def _finish(
-    config: ModelConfig, path: Path, tokenizer: Tokenizer | None, max_model_len: int | None
-) -> ModelConfig:
+def _finish(config: ModelConfig, path: Path, tokenizer: Tokenizer | None, max_model_len: int | None) -> ModelConfig:
     """Adds the end-of-text ids that other files name, and shortens the context when asked to."""
     if max_model_len is not None and max_model_len > config.max_model_len:
-        raise ConfigError(
-            f"max_model_len: {max_model_len} is beyond the model's own {config.max_model_len} tokens"
-        )
+        raise ConfigError(f"max_model_len: {max_model_len} is beyond the model's own {config.max_model_len} tokens")
     ids = list(config.eos_token_ids)
     generation = path / "generation_config.json"
     if generation.is_file():
         ids += token_ids(read_json(generation).get("eos_token_id"), "eos_token_id", str(generation))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
-    return replace(
-        config, eos_token_ids=tuple(dict.fromkeys(ids)), max_model_len=max_model_len or config.max_model_len
-    )
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(ids)), max_model_len=max_model_len or config.max_model_len)
 
 
-def _tokenizer(
-    path: Path, gguf_file: GGUFFile | None, name: str | None, trust_remote_code: bool
-) -> Tokenizer:
+def _tokenizer(path: Path, gguf_file: GGUFFile | None, name: str | None, trust_remote_code: bool) -> Tokenizer:
     """The tokenizer that `name` means, or else the model's own."""
     if name is not None:
         path = find_model(name)

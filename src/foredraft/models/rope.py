@@ -100,8 +100,7 @@ def rope_from_hf(raw: Mapping[str, Any], *, head_dim: int, max_position: int, wh
             f"{partial}); an even number from {least} to head_dim is needed"
         )
     original = int(
-        raw.get("original_max_position_embeddings")
-        or number("original_max_position_embeddings", max_position)
+        raw.get("original_max_position_embeddings") or number("original_max_position_embeddings", max_position)
     )
     factor = 1.0
     if kind != "default":
@@ -126,9 +125,7 @@ def rope_from_hf(raw: Mapping[str, Any], *, head_dim: int, max_position: int, wh
     )
 
 
-def yarn_attention_factor(
-    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
-) -> float:
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """The factor on cos and sin that YaRN prescribes for a context stretched by `factor`."""
 
     def scaled(weight: float) -> float:
@@ -192,11 +189,7 @@ def _yarn(wavelengths: Tensor, rope: RopeConfig) -> Tensor:
     dim = rope.rotary_dim
 
     def correction(rotations: float) -> float:
-        return (
-            dim
-            * math.log(rope.original_max_position / (rotations * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+        return dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = correction(rope.beta_fast), correction(rope.beta_slow)
     if rope.truncate:

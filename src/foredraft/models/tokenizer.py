@@ -167,9 +167,7 @@ class Tokenizer:
         if isinstance(template, Mapping):
             template = template.get("tool_use" if with_tools else "default") or template.get("default")
         if not template:
-            raise RequestError(
-                "this model has no chat template: send plain text to completions, or give a template"
-            )
+            raise RequestError("this model has no chat template: send plain text to completions, or give a template")
         return template
 
     def _named_id(self, name: str) -> int | None:

@@ -165,9 +165,7 @@ def build_decoder(
         return weights.read(name, dtype)
 
     def linear(*names: str, bias: bool = False) -> Any:
-        weight = (
-            read(names[0] + ".weight") if len(names) == 1 else torch.cat([read(n + ".weight") for n in names])
-        )
+        weight = read(names[0] + ".weight") if len(names) == 1 else torch.cat([read(n + ".weight") for n in names])
         offsets = torch.cat([read(n + ".bias") for n in names]) if bias else None
         return pack_linear(weight, offsets, dtype=dtype, device=device)
 
@@ -209,9 +207,7 @@ def _settle_tie(config: ModelConfig, weights: Weights) -> ModelConfig:
     """A tied model whose checkpoint has another head of its own keeps that head, as in transformers."""
     if not config.tie_word_embeddings or "lm_head.weight" not in weights.shapes:
         return config
-    head, embedding = (
-        weights.read(name, torch.float32) for name in ("lm_head.weight", "model.embed_tokens.weight")
-    )
+    head, embedding = (weights.read(name, torch.float32) for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if torch.equal(head, embedding):
         return config
     return replace(config, tie_word_embeddings=False)
@@ -248,8 +244,7 @@ def _open_safetensors(directory: Path, paths: list[Path]) -> Weights:
             handle: Any = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(
-                f"{path}: not readable as safetensors ({error}); the file is damaged or truncated: download "
-                "it again"
+                f"{path}: not readable as safetensors ({error}); the file is damaged or truncated: download it again"
             ) from error
         for name in handle.keys():  # noqa: SIM118 - a handle is no dict
             part = handle.get_slice(name)
@@ -278,8 +273,7 @@ def _open_pickles(directory: Path, paths: list[Path]) -> Weights:
         except Exception as error:  # torch raises half a dozen unrelated types for damaged or unsafe files
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelError(
-                f"{path}: not readable as a pickle of tensors ({reason}); it is damaged, or holds more than "
-                "weights"
+                f"{path}: not readable as a pickle of tensors ({reason}); it is damaged, or holds more than weights"
             ) from error
         state = state.get("state_dict", state) if isinstance(state, dict) else {}
         tensors.update({str(name): value for name, value in state.items() if isinstance(value, Tensor)})
