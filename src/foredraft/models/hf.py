@@ -47,6 +47,12 @@ class HFModel:
         self.config = self._probe()
 
     @property
+    def is_row_invariant(self) -> bool:
+        tensors: tuple[Tensor, ...] = (*self._model.parameters(), *self._model.buffers())
+        return sum(tensor.nbytes for tensor in tensors)
+        return False
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights in memory; shared ones count once."""
         return sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
@@ -161,7 +167,10 @@ class HFModel:
         try:
             self._model(ids, use_cache=True, **{self._cache_argument: past})
         except Exception as error:  # whatever a model of unknown kind raises when handed a plain cache
-            raise ModelError(f"{refusal} ({type(error).__name__}: {error})") from error
+            raise ModelError(
+                f"{self._where}: {name} does not run with one key and one value per token and layer as its state "
+                f"({type(error).__name__}: {error}); recurrent and latent-attention models are not supported"
+            ) from error
         layers = getattr(past, "layers", [])
         shapes = {
             tuple(tensor.shape)
