@@ -167,14 +167,14 @@ class Rotary:
 
     def block(self, x: Tensor) -> Tensor:
         """Rotates [B, A, n, heads, D]."""
-        return _rotated(x, *self._block)
+        return rotated(x, *self._block)
 
     def context(self, x: Tensor) -> Tensor:
         """Rotates [B, S, heads, D]."""
-        return _rotated(x, *self._context)
+        return rotated(x, *self._context)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As `models.ops.apply_rope`, but never in place, so that gradients flow."""
     half = cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

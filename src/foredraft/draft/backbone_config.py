@@ -74,7 +74,7 @@ class BlockConfig:
         )
         _require(
             self.conv_group_size == 0 or self.hidden_size % self.conv_group_size == 0,
-            f"conv_group_size: {self.hidden_size} channels do not divide into groups of {self.conv_group_size}",
+            f"conv_group_size: {self.conv_group_size} does not divide the {self.hidden_size} channels",
         )
 
     @property
@@ -119,8 +119,7 @@ def config_for(target: ModelConfig, *, num_layers: int, num_draft_tokens: int, *
 def spread_layers(num_target_layers: int, count: int) -> list[int]:
     """Feature layers from early to late, as DFlash spreads them: `round(1 + i·(L−4)/(m−1))`."""
     if count == 1 or num_target_layers < 5:
-        last = num_target_layers - 1
-        return sorted({last - round(i * last / max(count, 1)) for i in range(count)})
+        return [round((i + 1) * num_target_layers / count) - 1 for i in range(count)]
     return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
 
 
@@ -212,7 +211,7 @@ def check_target(config: BlockConfig, target: ModelConfig, where: str) -> None:
     highest = max(config.target_layers)
     _require(
         highest < target.num_layers,
-        f"{where}: it wants the output of target layer {highest}, but the target has {target.num_layers} layers",
+        f"{where}: it wants target layer {highest}, counted from 0, but the target has {target.num_layers}",
     )
 
 

@@ -22,7 +22,7 @@ class CausalConvolution(nn.Module):
 
     def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
         super().__init__()
-        self.taps = taps
+        self.taps, self.group_size = taps, group_size
         self.groups = hidden_size // group_size if group_size else 0
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size))
         with torch.no_grad():

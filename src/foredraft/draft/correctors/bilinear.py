@@ -37,7 +37,7 @@ class Bilinear(FirstOrder):
         context = self.hidden_projection(hidden)[:, :, None] * self.predecessor(previous)  # [N, γ, A, r]
         if candidates is not None:
             return context @ F.embedding(candidates, self.successor_codebook).transpose(-1, -2)
-        columns = self.sizes.draft_ids
+        columns = self.draft_ids
         return F.linear(
             context, self.successor_codebook if columns is None else self.successor_codebook[columns]
         )

@@ -19,14 +19,21 @@ class Candidates:
     scores: Tensor
 
 
-def top_candidates(unary_logits: Tensor, count: int, draft_ids: Tensor | None = None) -> Candidates:
+def top_candidates(
+    unary_logits: Tensor, count: int, draft_ids: Tensor | None = None, preference: Tensor | None = None
+) -> Candidates:
     """The `count` largest logits of each slot (fewer when the vocabulary is smaller).
 
     Args:
         unary_logits: [B, γ, C], over the draft vocabulary.
         draft_ids: [C] target ids of the columns; None when they are the target's own.
+        preference: what to choose by in place of the logits, in their shape.
     """
-    scores, columns = unary_logits.topk(min(count, unary_logits.shape[-1]), dim=-1)
+    scores, columns = (unary_logits if preference is None else preference).topk(
+        min(count, unary_logits.shape[-1]), dim=-1
+    )
+    if preference is not None:
+        scores = unary_logits.gather(-1, columns)
     return Candidates(columns if draft_ids is None else draft_ids[columns], scores)
 
 

@@ -79,7 +79,7 @@ class ChainCorrector(FirstOrder):
         if candidates is not None:
             return context @ self._successor(candidates).transpose(-1, -2)
         everything = torch.arange(self.sizes.vocab_size, device=hidden.device)
-        columns = everything if self.sizes.draft_ids is None else self.sizes.draft_ids
+        columns = everything if self.draft_ids is None else self.draft_ids
         return F.linear(context, self._successor(columns))
 
 

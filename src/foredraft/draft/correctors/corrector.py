@@ -78,11 +78,13 @@ class Corrector(nn.Module, ABC):
     """Width of `predecessor`."""
     needs_embedding = False
     """Whether `bind` must have been called."""
+    draft_ids: Tensor | None
 
     def __init__(self, sizes: Sizes, num_candidates: int | None) -> None:
         super().__init__()
         self.sizes = sizes
         self.num_candidates = num_candidates
+        self.register_buffer("draft_ids", sizes.draft_ids, persistent=False)
         self.confidence_head: ConfidenceHead | None = None
         self._embed: Embed | None = None
 
@@ -102,8 +104,7 @@ class Corrector(nn.Module, ABC):
 
     def column_ids(self, batch: int) -> Tensor | None:
         """Token ids of the draft vocabulary's columns [B, Vd]; None when it is the target's."""
-        draft_ids = self.sizes.draft_ids
-        return None if draft_ids is None else draft_ids.expand(batch, -1)
+        return None if self.draft_ids is None else self.draft_ids.expand(batch, -1)
 
     def freeze(self, dtype: torch.dtype) -> None:
         """Computes once what sampling needs again and again; training comes before."""
@@ -145,8 +146,8 @@ class Corrector(nn.Module, ABC):
         """
         if candidates is not None:
             sampler.foresee(candidates)
-        elif self.sizes.draft_ids is not None:
-            sampler.foresee(self.sizes.draft_ids.expand(len(anchor), hidden.shape[1], -1))
+        elif self.draft_ids is not None:
+            sampler.foresee(self.draft_ids.expand(len(anchor), hidden.shape[1], -1))
         scores = self.draw_slots(unary_logits, hidden, anchor, sampler, candidates)
         confidence = None
         if self.confidence_head is not None:

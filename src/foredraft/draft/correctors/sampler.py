@@ -37,22 +37,23 @@ class SlotSampler:
         self._one_hot = torch.tensor(greedy)[:, None] if any(greedy) else None
 
     def foresee(self, candidates: Tensor) -> None:
-        """Makes the noise of all slots' candidates [B, γ, C] at once, which costs a fraction of doing it in
-        turn."""
-        if self._argmax_only:
-            return
+        """Makes the noise of all slots' candidates [B, γ, C] at once, at a fraction of the cost of turns."""
+        if not self._argmax_only:
+            self._noise = self.noise_of(candidates)
+
+    def noise_of(self, candidates: Tensor) -> Tensor:
+        """Each request's Gumbel noise for the next slots' candidates [B, γ, C]; 0 for greedy requests."""
         batch, num_slots, _ = candidates.shape
-        self._noise = torch.zeros(candidates.shape, device=candidates.device)
+        noise = torch.zeros(candidates.shape, device=candidates.device)
         for stream in (Stream.COUPLED, Stream.DRAFT):
             members = [index for index in range(batch) if self._stream(index) is stream]
             if members:
-                drawing = [self._states[index] for index in members for _ in range(num_slots)]
-                positions = [
-                    self._states[index].num_tokens + slot for index in members for slot in range(num_slots)
-                ]
-                seeds = [state.seed for state in drawing]
+                each = [(self._states[index], slot) for index in members for slot in range(num_slots)]
+                seeds = [state.seed for state, _ in each]
+                positions = [state.num_tokens + slot for state, slot in each]
                 part = gumbel_at(seeds, positions, stream, candidates[members].flatten(0, 1))
-                self._noise[members] = part.reshape(len(members), num_slots, -1)
+                noise[members] = part.reshape(len(members), num_slots, -1)
+        return noise
 
     def _stream(self, index: int) -> Stream | None:
         """Where a request's noise comes from: the coupled rule shares its target's; None for greedy."""
