@@ -100,7 +100,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
             backend, add_bos = _sentencepiece(file, vocab, types)
         else:
             raise ModelError(f"{file.path}: tokenizer {kind!r} is not supported; known: gpt2, llama")
-    except (ValueError, KeyError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
         raise ModelError(f"{file.path}: the vocabulary is inconsistent: {error}") from error
 
     special = {CONTROL, UNKNOWN} if kind == "llama" else {CONTROL}
