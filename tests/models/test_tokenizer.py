@@ -217,9 +217,9 @@ def test_what_is_unknown_or_inconsistent_is_refused_by_name(tmp_path):
         tokenizer_from_gguf(write_vocabulary(tmp_path / "c.gguf", "gpt2", ["a", "a"], merges=[]))
     with pytest.raises(ModelError, match="the vocabulary is inconsistent"):
         tokenizer_from_gguf(write_vocabulary(tmp_path / "d.gguf", "gpt2", ["a", "b"], merges=["x y"], pre="gpt-2"))
+    file = write_vocabulary(tmp_path / "e.gguf", "gpt2", ["a"], merges=[])
+    del file.metadata["tokenizer.ggml.tokens"]
     with pytest.raises(ModelError, match="no tokenizer in the metadata"):
-        file = write_vocabulary(tmp_path / "e.gguf", "gpt2", ["a"], merges=[])
-        del file.metadata["tokenizer.ggml.tokens"]
         tokenizer_from_gguf(file)
 
 
