@@ -45,6 +45,7 @@ class FakeModel:
     device = CPU
     dtype = torch.float32
     kv_bytes_per_token = 8
+    is_row_invariant = True
     weight_bytes = 0
 
     def __init__(

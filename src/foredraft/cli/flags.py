@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,8 +30,6 @@ JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as JSON; `-` is stdout.")
 ]
 
-_Group = TypeVar("_Group")
-
 
 @dataclass(frozen=True)
 class EngineFlags:
@@ -39,9 +37,7 @@ class EngineFlags:
 
     model: Annotated[
         str,
-        typer.Option(
-            help="A directory, a hub id in the local cache, a .gguf file, or demo.", rich_help_panel=MODEL
-        ),
+        typer.Option(help="A directory, a hub id in the local cache, a .gguf file, or demo.", rich_help_panel=MODEL),
     ] = "demo"
     tokenizer: Annotated[
         str | None, typer.Option(help="Where the tokenizer is, if not with the model.", rich_help_panel=MODEL)
@@ -50,19 +46,13 @@ class EngineFlags:
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)] = "auto"
     max_model_len: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Longest prompt plus output, in tokens; the model's own.", rich_help_panel=MODEL
-        ),
+        typer.Option(min=1, help="Longest prompt plus output, in tokens; the model's own.", rich_help_panel=MODEL),
     ] = None
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests run at once.", rich_help_panel=MODEL)] = (
-        32
-    )
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests run at once.", rich_help_panel=MODEL)] = 32
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in one target forward.", rich_help_panel=MODEL)
     ] = 2048
-    block_size: Annotated[
-        int, typer.Option(min=1, help="Tokens in a KV-cache block.", rich_help_panel=MODEL)
-    ] = 16
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV-cache block.", rich_help_panel=MODEL)] = 16
     kv_cache_memory: Annotated[
         int | None, typer.Option(min=1, help="Bytes for the KV cache.", rich_help_panel=MODEL)
     ] = None
@@ -80,9 +70,7 @@ class EngineFlags:
 class SpeculativeFlags:
     """How drafts are made and verified: single flags, or all of it as vLLM's JSON."""
 
-    method: Annotated[Method | None, typer.Option(help="Who drafts; ngram.", rich_help_panel=SPECULATION)] = (
-        None
-    )
+    method: Annotated[Method | None, typer.Option(help="Who drafts; ngram.", rich_help_panel=SPECULATION)] = None
     speculative_model: Annotated[
         str | None,
         typer.Option(help="The draft model, for --method draft_model.", rich_help_panel=SPECULATION),
@@ -106,6 +94,10 @@ class SpeculativeFlags:
     prompt_lookup_min: Annotated[
         int | None, typer.Option(min=1, help="ngram: shortest suffix looked up.", rich_help_panel=SPECULATION)
     ] = None
+    tree_width: Annotated[
+        int | None,
+        typer.Option(min=1, help="Drafts for each position; above 1 drafts are trees.", rich_help_panel=SPECULATION),
+    ] = None
     speculative_config: Annotated[
         str | None,
         typer.Option(metavar="JSON", help="All of the above as vLLM's JSON.", rich_help_panel=SPECULATION),
@@ -120,9 +112,7 @@ class SpeculativeFlags:
                 given["model"] = given.pop("speculative_model")
             return SpeculativeConfig(**given)
         for name in given:
-            raise ConfigError(
-                f"--speculative-config and {_flag(name)} both say how to draft; give one of them"
-            )
+            raise ConfigError(f"--speculative-config and {_flag(name)} both say how to draft; give one of them")
         return parse_speculative_config(text)
 
     def given(self) -> list[str]:
@@ -149,59 +139,115 @@ class SpeculationSwitch:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How tokens are chosen and where a text ends."""
+    """How tokens are chosen and where a text ends, by the names of `SamplingParams`."""
 
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of output; 16.", rich_help_panel=SAMPLING)
-    ] = None
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1.", rich_help_panel=SAMPLING)] = (
-        None
-    )
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of output; 16.", rich_help_panel=SAMPLING)] = None
+    min_tokens: Annotated[int | None, typer.Option(help="No end before so many; 0.", rich_help_panel=SAMPLING)] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; 1.", rich_help_panel=SAMPLING)] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus; 1.", rich_help_panel=SAMPLING)] = None
     top_k: Annotated[
         int | None, typer.Option(help="Most likely tokens kept; 0 keeps all.", rich_help_panel=SAMPLING)
     ] = None
     min_p: Annotated[
-        float | None,
-        typer.Option(help="Least share of the top token's probability; 0.", rich_help_panel=SAMPLING),
+        float | None, typer.Option(help="Least share of the top token's probability; 0.", rich_help_panel=SAMPLING)
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = (
-        None
-    )
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 avoids tokens of prompt and output; 1.", rich_help_panel=SAMPLING)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Per occurrence in the output; 0.", rich_help_panel=SAMPLING)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="For any occurrence in the output; 0.", rich_help_panel=SAMPLING)
+    ] = None
+    logit_bias: Annotated[
+        str | None, typer.Option(metavar="JSON", help='Added to logits, as {"id": bias}.', rich_help_panel=SAMPLING)
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Only these ids may come; repeatable.", rich_help_panel=SAMPLING)
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="Text that may not come; repeatable.", rich_help_panel=SAMPLING)
+    ] = None
+    structured_outputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="One of json, json_object, regex, choice and grammar, by name.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = None
     stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=SAMPLING),
+        list[str] | None, typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=SAMPLING)
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Ids that end the output; repeatable.", rich_help_panel=SAMPLING)
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--include-stop-str-in-output", help="Show the text that ended the output.", rich_help_panel=SAMPLING
+        ),
     ] = None
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos", help="Go on to --max-tokens.", rich_help_panel=SAMPLING)
     ] = None
+    skip_special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-special-tokens/--keep-special-tokens",
+            help="Leave special tokens out of the text; they are.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None
 
-    def params(self) -> SamplingParams:
-        """The sampling parameters; raises a `ForedraftError` naming the one that is out of range."""
-        from foredraft.sampling.params import SamplingParams
+    def params(self, **more: Any) -> SamplingParams:
+        """The sampling parameters, with `more` of them; raises a `ForedraftError` naming what is out of range."""
+        given = given_fields(self)
+        if "logit_bias" in given:
+            biases = _json_object("--logit-bias", given["logit_bias"])
+            given["logit_bias"] = {_token_id(token): bias for token, bias in biases.items()}
+        structured = given.pop("structured_outputs", None)
+        constraint = None if structured is None else _json_object("--structured-outputs", structured)
 
-        return SamplingParams(**given_fields(self))
+        from foredraft.sampling.params import SamplingParams, StructuredOutputs
+
+        if constraint is not None:
+            known = [field.name for field in fields(StructuredOutputs)]
+            for key in constraint:
+                require(key in known, f"--structured-outputs: unknown key {key!r}; known keys: {', '.join(known)}")
+            given["structured_outputs"] = StructuredOutputs(**constraint)
+        return SamplingParams(**given, **more)
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
     """The configuration that vLLM's JSON describes; raises `ConfigError` naming the key at fault."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--speculative-config: not JSON: {error}") from None
-    require(isinstance(found, dict), f"--speculative-config: expected a JSON object, got {text!r}")
+    found = _json_object("--speculative-config", text)
     known = [field.name for field in fields(SpeculativeConfig)]
     for key in found:
         require(key in known, f"--speculative-config: unknown key {key!r}; known keys: {', '.join(known)}")
     for key in ("method", "model", "verification"):
         value = found.get(key)
-        require(
-            value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string"
-        )
+        require(value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string")
     try:
         return SpeculativeConfig(**found)
     except ConfigError as error:
         raise ConfigError(f"--speculative-config: {error}") from None
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag}: not JSON: {error}") from None
+    require(isinstance(found, dict), f"{flag}: expected a JSON object, got {text!r}")
+    return dict(found)
+
+
+def _token_id(text: str) -> int:
+    require(text.isdecimal(), f"--logit-bias: {text!r} is not a token id")
+    return int(text)
 
 
 def _flag(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from foredraft import __version__
+from foredraft.cli.audit import audit
 from foredraft.cli.bench import bench
 from foredraft.cli.chat import chat
 from foredraft.cli.command import run, with_flag_groups
@@ -30,7 +31,7 @@ def options(
     """Large language models decoded faster without changing what they say."""
 
 
-for command in (generate, chat, bench):
+for command in (generate, chat, bench, audit):
     app.command()(with_flag_groups(command))
 
 

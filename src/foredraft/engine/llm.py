@@ -52,6 +52,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_speculative_tokens: int | None = None,
+        verification: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or a list of them; answers come in the order given.
@@ -60,13 +61,14 @@ class LLM:
             prompts: text, `{"prompt_token_ids": [...]}`, or `{"prompt": text, "prediction": text}`.
             params: one for all, or one per prompt.
             num_speculative_tokens: γ for this call, at most the configured one; 0 turns speculation off.
+            verification: the rule for this call; None for the configured one.
             progress: called with (requests finished, requests in all).
 
         Raises `RequestError` before anything runs when a prompt or its parameters cannot be served.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         assembled = [
-            self._factory.assemble(prompt, chosen, num_speculative_tokens)
+            self._factory.assemble(prompt, chosen, num_speculative_tokens, verification)
             for prompt, chosen in zip(listed, _one_each(params, len(listed)), strict=True)
         ]
         self._run(assembled, progress)
@@ -135,6 +137,16 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.abort(request)
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a token's logits have the same bits whatever else is in the forward."""
+        return self.model.is_row_invariant
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Ids that end an output."""
+        return self._factory.eos_token_ids
 
     @property
     def stats(self) -> AcceptanceStats:

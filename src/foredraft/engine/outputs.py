@@ -15,7 +15,7 @@ class CompletionOutput:
     Args:
         finish_reason: `stop`, `length` or `error`.
         stop_reason: the stop string or stop token id that ended it; None for EOS and for other reasons.
-        origins: for each token how it came about: `a` accepted draft, `r` recovered, `b` bonus, `t` target without draft.
+        origins: how each token came about: `a` accepted draft, `r` recovered, `b` bonus, `t` target without draft.
     """
 
     index: int

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from foredraft.config import EngineConfig, require_at_least
+from foredraft.config import VERIFICATIONS, EngineConfig, require_at_least, require_choice
 from foredraft.engine.build import Built
 from foredraft.engine.detokenizer import Detokenizer
 from foredraft.engine.request import Request
@@ -36,6 +36,11 @@ class RequestFactory:
         """Bytes of one KV-cache block, the draft model's part included."""
         return self._built.bytes_per_block
 
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Ids that end an output."""
+        return self._built.eos_token_ids
+
     def rendered(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
         """A conversation as a prompt, by the model's chat template."""
         options = {"add_generation_prompt": True, **template_options}
@@ -43,21 +48,24 @@ class RequestFactory:
         ids = self._tokenizer("chat").encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
 
-    def assemble(self, prompt: Prompt, params: SamplingParams, gamma: int | None) -> Assembled:
+    def assemble(
+        self, prompt: Prompt, params: SamplingParams, gamma: int | None, verification: str | None = None
+    ) -> Assembled:
         """The requests (`n` or `best_of` of them) of one prompt.
 
         Args:
             gamma: draft tokens per step for these requests; None for the configured number.
+            verification: the rule for these requests; None for the configured one.
         """
         if gamma is not None:
             require_at_least("num_speculative_tokens", gamma, 0)
+        if verification is not None:
+            require_choice("verification", verification, VERIFICATIONS)
         text, ids, prediction = self._parsed(prompt)
         max_tokens = self._fitting(ids, params)
         count = max(params.n, params.best_of or 0)
-        requests = [
-            self._request(ids, replace(params, seed=None if params.seed is None else params.seed + index), max_tokens)
-            for index in range(count)
-        ]
+        seeds = [None if params.seed is None else params.seed + index for index in range(count)]
+        requests = [self._request(ids, replace(params, seed=seed), max_tokens, verification) for seed in seeds]
         for request in requests:
             request.prediction = prediction
             request.max_draft_tokens = gamma
@@ -65,7 +73,9 @@ class RequestFactory:
             request.num_logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
         return Assembled(text, params, requests, self._built.tokenizer)
 
-    def _request(self, ids: Sequence[int], params: SamplingParams, max_tokens: int) -> Request:
+    def _request(
+        self, ids: Sequence[int], params: SamplingParams, max_tokens: int, verification: str | None
+    ) -> Request:
         tokenizer = self._built.tokenizer
         eos = self._built.eos_token_ids
         state = SamplingState(
@@ -75,7 +85,7 @@ class RequestFactory:
             eos_token_ids=tuple(eos),
             bad_words_token_ids=self._bad_words(params),
             grammar=self._grammar(params),
-            verification=self._verification(params),
+            verification=verification or self._verification(params),
         )
         detokenizer = None
         if tokenizer is not None and params.detokenize:

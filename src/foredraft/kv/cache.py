@@ -9,8 +9,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values of all layers in fixed-size blocks.
 
-    A slot is `block_id * block_size + offset`. Memory is not touched before a slot is written, so blocks that were never
-    used cost no resident memory.
+    A slot is `block_id * block_size + offset`. Memory is not touched before a slot is written, so blocks that were
+    never used cost no resident memory.
 
     Layout: `k` is [num_layers, num_blocks, num_kv_heads, head_dim, block_size] and `v` [num_layers, num_blocks,
     num_kv_heads, block_size, head_dim], so that scores of neighbouring keys are one vector and outputs are another.

@@ -130,9 +130,7 @@ def run_bench(
         SPECULATIVE: _engine_mode(llm, inputs.prompts, plan.params, None),
         **(others or {}),
     }
-    groups = [
-        range(first, min(first + plan.batch, len(prompts))) for first in range(0, len(prompts), plan.batch)
-    ]
+    groups = [range(first, min(first + plan.batch, len(prompts))) for first in range(0, len(prompts), plan.batch)]
     for mode in modes.values():
         mode(groups[0])  # the first run of each allocates and warms caches; it is not counted
     load_peak = process_peak()
@@ -222,9 +220,7 @@ def _check_fit(llm: LLM, inputs: Inputs, params: SamplingParams) -> None:
             )
 
 
-def _engine_mode(
-    llm: LLM, inputs: Sequence[Mapping[str, Any]], params: SamplingParams, gamma: int | None
-) -> Mode:
+def _engine_mode(llm: LLM, inputs: Sequence[Mapping[str, Any]], params: SamplingParams, gamma: int | None) -> Mode:
     def run(group: Sequence[int]) -> list[Sample]:
         outputs = llm.generate([inputs[index] for index in group], params, num_speculative_tokens=gamma)
         samples = []

@@ -48,8 +48,7 @@ def forward_cost(
     ids = [(7 * place + 3) % model.config.vocab_size for place in range(context + num_tokens)]
     model.forward(sequence_batch(ids[:context], 0, 1, model.device), cache)
     batches = {
-        size: sequence_batch(ids[context : context + size], context, size, model.device)
-        for size in (1, num_tokens)
+        size: sequence_batch(ids[context : context + size], context, size, model.device) for size in (1, num_tokens)
     }
     seconds: dict[int, list[float]] = {size: [] for size in batches}
     for turn in range(warmup + repeats):
@@ -61,9 +60,7 @@ def forward_cost(
     return ForwardCost(context, num_tokens, median(seconds[1]), median(seconds[num_tokens]), spread(ratios))
 
 
-def sequence_batch(
-    token_ids: Sequence[int], start: int, num_logits: int, device: torch.device
-) -> ForwardBatch:
+def sequence_batch(token_ids: Sequence[int], start: int, num_logits: int, device: torch.device) -> ForwardBatch:
     """One request's tokens from position `start` on, in a cache of its own whose blocks it holds in order.
 
     Args:

@@ -160,9 +160,7 @@ def _prompt_figures(run: BenchRun, index: int) -> dict[str, Any]:
         "mean_acceptance_length": stats.mean_acceptance_length,
         "outputs_identical": None
         if run.promise == "none"
-        else all(
-            a.samples[0].token_ids == b.samples[0].token_ids for a, b in zip(plain, drafted, strict=True)
-        ),
+        else all(a.samples[0].token_ids == b.samples[0].token_ids for a, b in zip(plain, drafted, strict=True)),
     }
 
 

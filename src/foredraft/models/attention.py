@@ -76,8 +76,8 @@ class TorchAttention:
 class NativeAttention:
     """Our CPU kernel: reads the paged cache where it lies.
 
-    A query's bits depend on itself and on the keys and values that it sees, in their order; so does a tree's branch, which
-    equals the chain of its nodes.
+    A query's bits depend on itself and on the keys and values that it sees, in their order; so does a tree's branch,
+    which equals the chain of its nodes.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from foredraft.errors import ModelError
 from foredraft.kv.cache import KVCache
-from foredraft.models.attention import Attention, make_attention
+from foredraft.models.attention import Attention, NativeAttention, make_attention
 from foredraft.models.batch import ForwardBatch
 from foredraft.models.config import ModelConfig
 from foredraft.models.linear import Linear
@@ -46,6 +46,9 @@ class TargetModel(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def is_row_invariant(self) -> bool: ...
 
     @property
     def weight_bytes(self) -> int: ...
@@ -115,6 +118,11 @@ class Decoder:
         kv_size = config.num_kv_heads * config.head_dim
         self._split = [config.num_heads * config.head_dim, kv_size, kv_size]
         self._scale = config.head_dim**-0.5
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a token's results have the same bits whatever else is in the forward, as our CPU kernels see to."""
+        return isinstance(self._attention, NativeAttention)
 
     @property
     def weight_bytes(self) -> int:

@@ -73,8 +73,8 @@ def draw_drafts(
 ) -> Drawn:
     """Draws `width` draft tokens for the position `offset` past each request's committed text.
 
-    Greedy requests take the most probable tokens. Others add Gumbel noise, whose `width` largest sums are a sample without
-    replacement: the coupled rule's own noise under that rule, and independent noise under the others.
+    Greedy requests take the most probable tokens. Others add Gumbel noise, whose `width` largest sums are a sample
+    without replacement: the coupled rule's own noise under that rule, and independent noise under the others.
 
     Args:
         processed: draft logits after the request's transforms, [B, V], or [B, K] over `candidates`.
@@ -133,8 +133,8 @@ def _draft_noise(
 def step_position(num_tokens: int, offset: int) -> int:
     """The noise position of a draw that belongs to one step: that of a text of `num_tokens` tokens.
 
-    Not `num_tokens + offset`: the block rule looks at drafts and draws past the accepted length, so the next step, which
-    drafts the same positions again, must not meet them again.
+    Not `num_tokens + offset`: the block rule looks at drafts and draws past the accepted length, so the next step,
+    which drafts the same positions again, must not meet them again.
     """
     return num_tokens | (offset + 1) << 40
 

@@ -69,8 +69,8 @@ class GrammarState:
     def masks(self, draft: Sequence[int], parents: Sequence[int]) -> Tensor:
         """Allowed tokens [len(draft) + 1, V] bool: after the committed text, and after each draft node's path.
 
-        After a token that the grammar forbids everything is allowed: such a row is never reached, since the token before
-        it has target probability 0, but it must be a distribution.
+        After a token that the grammar forbids everything is allowed: such a row is never reached, since the token
+        before it has target probability 0, but it must be a distribution.
         """
         rows = [self._mask()]
         path: list[int] = []  # nodes that the matcher has moved over

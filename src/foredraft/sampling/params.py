@@ -50,7 +50,7 @@ class SamplingParams:
         top_p: keeps the fewest most probable tokens that hold this much probability; ties by lower id.
         min_p: keeps tokens with at least this share of the most probable one's probability.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
-        frequency_penalty, presence_penalty: subtracted from the logits of tokens in the output, per occurrence and once.
+        frequency_penalty, presence_penalty: subtracted from logits of tokens in the output, each time and once.
         logit_bias: added to the logits, by token id.
         allowed_token_ids: only these may come.
         bad_words: strings that may not come.

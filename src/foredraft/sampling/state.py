@@ -1,7 +1,7 @@
 """What one request's transforms remember of its text.
 
-Rows of a step look ahead along the draft ("if these tokens are accepted"), but only `commit` changes the state, so after
-any rejection it equals one rebuilt from the emitted tokens.
+Rows of a step look ahead along the draft ("if these tokens are accepted"), but only `commit` changes the state, so
+after any rejection it equals one rebuilt from the emitted tokens.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def process_logits(
 
 
 def process_drafts(logits: Tensor, states: Sequence[SamplingState], drafts: Drafts) -> Tensor:
-    """The same transforms on a drafter's logits [B, V], one row per request: after its committed text and `drafts[b]`."""
+    """The same on a drafter's logits [B, V], one row per request: after its committed text and `drafts[b]`."""
     rows = logits.float()
     if any(state.transforms_logits for state in states):
         parts = []

@@ -1,5 +1,5 @@
-"""Block verification: Sun et al. 2024 (2403.10444), algorithm 2. Never accepts fewer tokens in expectation than the token
-rule, since a draft that did better than the target's odds early lends the surplus to what follows."""
+"""Block verification: Sun et al. 2024 (2403.10444), algorithm 2. Never accepts fewer tokens in expectation than the
+token rule, since a draft that did better than the target's odds early lends the surplus to what follows."""
 
 from __future__ import annotations
 
