@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.models.tiny import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -31,6 +33,15 @@ def save_byte_tokenizer(directory: Path, chat_template: str | None = TEMPLATE) -
     if chat_template is not None:
         settings["chat_template"] = chat_template
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two threads make a model of this size slower, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -33,9 +33,7 @@ def chat(foredraft, monkeypatch: pytest.MonkeyPatch, model: Path, lines: str, *f
     return foredraft("chat", "--model", model, *FLAGS, *flags)
 
 
-def test_the_model_sees_the_whole_conversation(
-    foredraft, monkeypatch, tiny_model: Path, conversations
-) -> None:
+def test_the_model_sees_the_whole_conversation(foredraft, monkeypatch, tiny_model: Path, conversations) -> None:
     result = chat(foredraft, monkeypatch, tiny_model, "one\n\ntwo\n/exit\nthree\n", "--system", "Be brief.")
     assert result.status == 0, result.err
     first, second = conversations
@@ -45,9 +43,7 @@ def test_the_model_sees_the_whole_conversation(
     assert second[3]["content"] == "two"
 
 
-def test_reset_forgets_all_but_the_system_message(
-    foredraft, monkeypatch, tiny_model: Path, conversations
-) -> None:
+def test_reset_forgets_all_but_the_system_message(foredraft, monkeypatch, tiny_model: Path, conversations) -> None:
     chat(foredraft, monkeypatch, tiny_model, "one\n/reset\ntwo\n", "--system", "Be brief.")
     assert conversations[1] == [
         {"role": "system", "content": "Be brief."},

@@ -86,9 +86,7 @@ def test_prompt_longer_than_the_context(foredraft, tiny_model: Path) -> None:
 def test_bench_prompt_longer_than_the_context(foredraft, tiny_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("short\n" + "word " * 40 + "\n")
-    result = foredraft(
-        "bench", "--model", tiny_model, "--max-model-len", 100, "--max-tokens", 8, "--prompts", prompts
-    )
+    result = foredraft("bench", "--model", tiny_model, "--max-model-len", 100, "--max-tokens", 8, "--prompts", prompts)
     assert_refused(result, "prompt 2", "100")
 
 
@@ -134,6 +132,11 @@ def test_wrong_flags(foredraft, command: str, arguments: list[str], named: str) 
         (["--temperature", "-1", "hi"], "temperature"),
         (["--top-p", "1.5", "hi"], "top_p"),
         (["--max-tokens", "0", "hi"], "max-tokens"),
+        (["--logprobs", "2", "hi"], "--json"),
+        (["--logit-bias", "{", "hi"], "--logit-bias"),
+        (["--logit-bias", '{"x": 1}', "hi"], "'x'"),
+        (["--structured-outputs", '{"shape": 1}', "hi"], "shape"),
+        (["--structured-outputs", "{}", "hi"], "structured_outputs"),
     ],
 )
 def test_wrong_flags_of_generate(foredraft, arguments: list[str], named: str) -> None:
@@ -156,9 +159,7 @@ def test_wrong_flags_of_bench(foredraft, arguments: list[str], named: str) -> No
 
 
 def test_a_json_file_that_cannot_be_written(foredraft, tiny_model: Path) -> None:
-    result = foredraft(
-        "generate", "--model", tiny_model, "--max-tokens", 2, "--json", "/no/such/dir/x.json", "hi"
-    )
+    result = foredraft("generate", "--model", tiny_model, "--max-tokens", 2, "--json", "/no/such/dir/x.json", "hi")
     assert result.status == 2
     assert "/no/such/dir/x.json" in result.err
 

@@ -31,9 +31,7 @@ def chat(
     switch: SpeculationSwitch,
     sampling: SamplingFlags,
     system: Annotated[str | None, typer.Option(help="The system message of the conversation.")] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Print speed and acceptance after each answer.")
-    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed and acceptance after each answer.")] = False,
 ) -> int:
     """Talk with a model; it sees the whole conversation."""
     config = engine.config(switch.config(speculation))
@@ -42,10 +40,6 @@ def chat(
         "--method prediction: a conversation has no predicted text; use another method",
     )
     params = sampling.params()
-    require(
-        params.n == 1 and (params.best_of or 1) == 1,
-        "--n: a conversation has one answer at a time; leave it at 1",
-    )
     llm = loaded_llm(config)
     require(
         bool(llm.tokenizer.chat_template),

@@ -28,6 +28,10 @@ DEBUG_VARIABLE = "FOREDRAFT_DEBUG"
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
+class _ReaderGoneError(Exception):
+    """Nobody reads what the command prints."""
+
+
 def with_flag_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes each parameter that is a dataclass of flags one flag per field, in the order of the fields.
 
@@ -57,7 +61,10 @@ def with_flag_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(**flags: Any) -> Any:
         for name, group in groups.items():
             flags[name] = group(**{field.name: flags.pop(field.name) for field in dataclasses.fields(group)})
-        return function(**flags)
+        try:
+            return function(**flags)
+        except BrokenPipeError as error:
+            raise _ReaderGoneError from error  # Typer would exit 1, which means a finding here
 
     ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
@@ -80,7 +87,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         return _fail(str(error), EXIT_USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, _ReaderGoneError):
         # Python flushes stdout once more at exit; with nobody reading, that would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE

@@ -12,7 +12,15 @@ import typer
 
 from foredraft.cli.command import EXIT_USAGE
 from foredraft.cli.console import loaded_llm, note, progress, write_json
-from foredraft.cli.flags import EngineFlags, JsonPath, SamplingFlags, SpeculationSwitch, SpeculativeFlags
+from foredraft.cli.flags import (
+    SAMPLING,
+    EngineFlags,
+    JsonPath,
+    SamplingFlags,
+    SpeculationSwitch,
+    SpeculativeFlags,
+    given_fields,
+)
 from foredraft.config import SpeculativeConfig, require
 from foredraft.measure.prompts import PromptRecord, read_prompts, read_text
 
@@ -41,9 +49,7 @@ class PromptFlags:
         elif given:
             records = [PromptRecord(prompt) for prompt in given]
         else:
-            require(
-                not sys.stdin.isatty(), "no prompt: give one as an argument, as --prompt-file, or on stdin"
-            )
+            require(not sys.stdin.isatty(), "no prompt: give one as an argument, as --prompt-file, or on stdin")
             records = [PromptRecord(sys.stdin.read())]
         require(all(record.prompt for record in records), "the prompt is empty; give at least one character")
         if self.prediction_file is None:
@@ -52,9 +58,25 @@ class PromptFlags:
             len(records) == 1,
             "--prediction-file: it belongs to one prompt; use the key 'prediction' of a .jsonl file",
         )
-        return [
-            PromptRecord(records[0].prompt, prediction=read_text(self.prediction_file, "--prediction-file"))
-        ]
+        return [PromptRecord(records[0].prompt, prediction=read_text(self.prediction_file, "--prediction-file"))]
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """What is returned for each prompt."""
+
+    n: Annotated[int | None, typer.Option(min=1, help="Completions; 1.", rich_help_panel=SAMPLING)] = None
+    best_of: Annotated[
+        int | None,
+        typer.Option(min=1, help="Completions made, of which the --n best stay.", rich_help_panel=SAMPLING),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Most probable tokens listed per position, in --json.", rich_help_panel=SAMPLING),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(min=0, help="The same for the prompt.", rich_help_panel=SAMPLING)
+    ] = None
 
 
 def generate(
@@ -63,6 +85,7 @@ def generate(
     speculation: SpeculativeFlags,
     switch: SpeculationSwitch,
     sampling: SamplingFlags,
+    returned: OutputFlags,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Stdin when there is none.")
     ] = None,
@@ -73,7 +96,10 @@ def generate(
     config = engine.config(switch.config(speculation))
     records = source.records(prompts or [])
     _check_predictions(records, config.speculative)
-    params = sampling.params()
+    for flag in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(returned, flag) is not None
+        require(not wanted or json_path is not None, f"--{flag.replace('_', '-')}: shown in --json only; add it")
+    params = sampling.params(**given_fields(returned))
     llm = loaded_llm(config)
     inputs = [_engine_prompt(record) for record in records]
     to_stdout = json_path is None or str(json_path) != "-"
@@ -109,9 +135,7 @@ def stats_line(llm: LLM, outputs: list[RequestOutput], seconds: float) -> str:
 def _check_predictions(records: list[PromptRecord], speculative: SpeculativeConfig | None) -> None:
     method = speculative.method if speculative is not None else None
     if any(record.prediction is not None for record in records):
-        require(
-            method == "prediction", "a prediction was given, but nothing uses it: add --method prediction"
-        )
+        require(method == "prediction", "a prediction was given, but nothing uses it: add --method prediction")
     else:
         require(
             method != "prediction",
@@ -144,6 +168,12 @@ def _print_all(outputs: list[RequestOutput]) -> None:
             print(f"[{number}{part}] {completion.text}")
 
 
+def _plain(logprobs: list[dict[int, Any] | None] | None) -> Any:
+    if logprobs is None:
+        return None
+    return [each and {token: asdict(logprob) for token, logprob in each.items()} for each in logprobs]
+
+
 def _figures(llm: LLM, outputs: list[RequestOutput], seconds: float) -> dict[str, Any]:
     stats = llm.stats
     speculative = llm.config.speculative
@@ -168,6 +198,7 @@ def _figures(llm: LLM, outputs: list[RequestOutput], seconds: float) -> dict[str
                 "latency_s": output.times.latency,
                 "mean_acceptance_length": output.stats.mean_acceptance_length,
                 "acceptance_rate": output.stats.acceptance_rate,
+                "prompt_logprobs": _plain(output.prompt_logprobs),
                 "outputs": [asdict(completion) for completion in output.outputs],
             }
             for output in outputs

@@ -168,16 +168,18 @@ def run_bench(
 def promise_of(llm: LLM, params: SamplingParams) -> Promise:
     """What speculation owes plain decoding on the same engine.
 
-    `identical`: every token, in float32, when decoding is greedy, or seeded with coupled verification, which
-    draws the same noise either way. `near_ties`: the same in bfloat16, where a forward of another width
-    rounds differently. `none`: only the distribution, so single outputs are not compared.
+    `identical`: every token, when decoding is greedy, or seeded with coupled verification, which draws the same
+    noise either way; in float32, and wherever a token's logits have the same bits whatever else is in the
+    forward. `near_ties`: the same in bfloat16 where a forward of another width rounds differently. `none`: only
+    the distribution, so single outputs are not compared.
     """
     speculative = llm.config.speculative
     verification = speculative.verification if speculative is not None else None
     coupled = params.seed is not None and verification in (None, "coupled")
     if params.temperature > 0 and not coupled:
         return "none"
-    return "identical" if llm.config.dtype == "float32" else "near_ties"
+    exact = llm.config.dtype == "float32" or llm.model.is_row_invariant
+    return "identical" if exact else "near_ties"
 
 
 def _encoded(llm: LLM, record: PromptRecord, chat_template: bool) -> dict[str, Any]:
