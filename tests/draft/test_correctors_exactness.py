@@ -7,20 +7,41 @@ that reports the uncorrected q.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.exactness.test_joint import IMPOSSIBLE, LIKELY, VOCAB, counts_of, expected_joint, p_value
+from tests.engine.fake import fake_engine
+from tests.exactness.test_joint import (
+    IMPOSSIBLE,
+    LENGTH,
+    LIKELY,
+    PROMPT,
+    VOCAB,
+    counts_of,
+    expected_joint,
+    p_value,
+)
+from tiny import save_tiny
 
+from foredraft.config import EngineConfig
+from foredraft.draft.backbone_config import config_for
+from foredraft.draft.block import BlockDrafter
+from foredraft.draft.block_model import BlockModel
 from foredraft.draft.correctors import CORRECTORS, Sizes, SlotSampler, make_corrector
 from foredraft.draft.correctors.candidates import top_candidates
 from foredraft.draft.drafter import DraftRequest
 from foredraft.draft.lattice import best_tree, normalised
 from foredraft.draft.proposal import DenseProbs, DraftProposal, DraftTree, SparseProbs
+from foredraft.models.batch import ragged_batch
+from foredraft.models.load import load_model
 from foredraft.sampling.params import SamplingParams
 
 HIDDEN, GAMMA, CANDIDATES = 6, 4, 3
+NUM_SAMPLES = 1000
 OPTIONS = {
     "none": {},
     "markov": {"rank": 4},
@@ -31,6 +52,7 @@ OPTIONS = {
     "lattice": {"width": 8, "num_heads": 2, "rank": 4},
     "chain": {"rank": 4, "width": 8},
 }
+CPU = torch.device("cpu")
 DRAFT_IDS = torch.tensor([0, 2, 3, 4])
 
 
@@ -132,7 +154,7 @@ def test_every_corrector_under_every_rule(
 ) -> None:
     params = SamplingParams(temperature=temperature)
     drafter = TableDrafter(name, num_candidates, reduced=reduced)
-    num_samples = 4000 if temperature else 4
+    num_samples = NUM_SAMPLES if temperature else 4
     counts = counts_of(params, verification=verification, drafter=drafter, num_samples=num_samples)
     assert p_value(counts, expected_joint(params)) > LIKELY
     if temperature == 1.0 and verification != "coupled" and name != "none":
@@ -146,7 +168,7 @@ def test_every_corrector_under_every_rule(
 def test_best_first_trees_under_every_rule(name: str, verification: str) -> None:
     params = SamplingParams(temperature=1.0)
     drafter = TableDrafter(name, CANDIDATES, tree=GAMMA)
-    counts = counts_of(params, verification=verification, drafter=drafter)
+    counts = counts_of(params, verification=verification, drafter=drafter, num_samples=NUM_SAMPLES)
     assert p_value(counts, expected_joint(params)) > LIKELY
 
 
@@ -155,7 +177,7 @@ def test_best_first_trees_under_every_rule(name: str, verification: str) -> None
 def test_power_the_uncorrected_q_is_caught(name: str, verification: str) -> None:
     params = SamplingParams(temperature=1.0)
     drafter = TableDrafter(name, CANDIDATES, lie=True)
-    counts = counts_of(params, verification=verification, drafter=drafter, num_samples=8000)
+    counts = counts_of(params, verification=verification, drafter=drafter, num_samples=NUM_SAMPLES)
     assert p_value(counts, expected_joint(params)) < IMPOSSIBLE
 
 
@@ -171,5 +193,62 @@ def test_transforms_and_corrections_together(name: str, verification: str) -> No
         presence_penalty=0.5,
         logit_bias={1: -1.0, 3: 0.7},
     )
-    counts = counts_of(params, verification=verification, drafter=TableDrafter(name, CANDIDATES))
+    drafter = TableDrafter(name, CANDIDATES)
+    counts = counts_of(params, verification=verification, drafter=drafter, num_samples=NUM_SAMPLES // 2)
     assert p_value(counts, expected_joint(params)) > LIKELY
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """A real decoder over few enough tokens to enumerate."""
+    directory = tmp_path_factory.mktemp("target")
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_tiny(directory, "llama", vocab_size=VOCAB, initializer_range=0.7, eos_token_id=None, **sizes)
+    config = EngineConfig(str(directory), dtype="float32", device="cpu", skip_tokenizer_init=True)
+    return load_model(config).model
+
+
+def network_joint(network) -> dict[tuple[int, ...], float]:
+    """The probability of every output of LENGTH tokens, from one forward over all of them."""
+    outputs = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    texts = [[*PROMPT, *output] for output in outputs]
+    tables = [[2 * index, 2 * index + 1] for index in range(len(texts))]
+    batch = ragged_batch(texts, [0] * len(texts), tables, [LENGTH + 1] * len(texts), block_size=4, device=CPU)
+    logits = network.forward(batch, network.new_cache(2 * len(texts), 4)).logits
+    log_probs = logits.double().log_softmax(-1).reshape(len(texts), LENGTH + 1, VOCAB)[:, :LENGTH]
+    totals = log_probs.gather(-1, torch.tensor(outputs)[..., None]).sum((1, 2)).exp()
+    return dict(zip(outputs, totals.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("verification", "tree"),
+    [("token", False), ("block", False), ("coupled", False), ("token", True), ("coupled", True)],
+)
+def test_the_whole_drafter_on_a_network(network, verification: str, tree: bool) -> None:
+    """Backbone, features, context cache and corrector together, many ragged requests at a time."""
+    torch.manual_seed(2)
+    options = {"corrector": "chain", "corrector_options": {"num_candidates": CANDIDATES}, "conv_taps": 2}
+    model = BlockModel(config_for(network.config, num_layers=1, num_draft_tokens=3, **options))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    drafter = BlockDrafter(model, network, 1500, 4, tree=tree)
+    engine, factory = fake_engine(
+        network,
+        drafter,
+        gamma=3,
+        num_blocks=1500,
+        max_num_seqs=500,
+        max_num_batched_tokens=5000,
+        verification=verification,
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=LENGTH)
+    requests = []
+    for seed in range(2 * NUM_SAMPLES):
+        assembled = factory.assemble({"prompt_token_ids": PROMPT}, replace(params, seed=seed), None)
+        requests += assembled.requests
+        engine.add(assembled.requests[0])
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    counts = Counter(tuple(request.output_token_ids) for request in requests)
+    assert p_value(counts, network_joint(network)) > LIKELY
