@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from tiny import Session, save_tiny
@@ -158,10 +160,11 @@ def test_dynamic_rope_past_the_trained_length_equals_transformers_token_by_token
     reference = save_tiny(tmp_path, "llama", max_position_embeddings=16, rope_parameters=rope)
     from transformers import DynamicCache
 
+    argument = "cache" if "cache" in inspect.signature(reference.forward).parameters else "past_key_values"
     past, rows = DynamicCache(), []
     with torch.inference_mode():
         for token in IDS:
-            rows.append(reference(torch.tensor([[token]]), past_key_values=past, use_cache=True).logits[0])
+            rows.append(reference(torch.tensor([[token]]), use_cache=True, **{argument: past}).logits[0])
     model = load(tmp_path)
     assert model.config.max_model_len == 48
     for chunk in (1, 41, 6):

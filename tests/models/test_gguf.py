@@ -75,8 +75,8 @@ def test_metadata_and_offsets_agree_with_the_gguf_package():
     assert [tensor.name for tensor in reference.tensors] == list(file.tensors)
     for tensor in (reference.tensors[0], reference.tensors[1], reference.tensors[5], reference.tensors[-1]):
         want = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        assert torch.equal(file.dequantized(tensor.name), want)
-        assert torch.equal(file.dequantized(tensor.name, torch.bfloat16), want.bfloat16())
+        assert torch.equal(file.read(tensor.name), want)
+        assert torch.equal(file.read(tensor.name, torch.bfloat16), want.bfloat16())
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foredraft.errors import ModelError
@@ -67,7 +66,7 @@ def open_gguf(file: GGUFFile) -> tuple[ModelConfig, Weights]:
                 f"{file.path}: rope_freqs.weight has shape {list(divisors.shape)}, expected "
                 f"[{config.rope.rotary_dim // 2}]"
             )
-        values = tuple(file.dequantized("rope_freqs.weight").flatten().tolist())
+        values = tuple(file.read("rope_freqs.weight").tolist())
         config = replace(config, rope=replace(config.rope, divisors=values))
     return config, _weights(file, config)
 
@@ -151,15 +150,15 @@ def _weights(file: GGUFFile, config: ModelConfig) -> Weights:
     interleaved = file.metadata["general.architecture"] == "llama"
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
-    def read(name: str, dtype: torch.dtype) -> Tensor:
-        tensor = file.dequantized(names[name], dtype)
+    def fill(name: str, out: Tensor) -> None:
         projection = name.split(".")[-2] if "." in name else ""
         if interleaved and projection in heads and "self_attn" in name:
-            return rotate_half_order(tensor, heads[projection])
-        return tensor
+            out.copy_(rotate_half_order(file.read(names[name], out.dtype), heads[projection]))
+        else:
+            file.fill(names[name], out)
 
     shapes = {name: file.tensors[original].shape for name, original in names.items()}
-    return Weights(str(file.path), shapes, read)
+    return Weights(str(file.path), shapes, fill)
 
 
 def rotate_half_order(tensor: Tensor, num_heads: int) -> Tensor:

@@ -5,9 +5,11 @@ Tensors are read one at a time and packed at once, so that loading needs the wei
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from foredraft.errors import ModelError
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import Decoder, DecoderLayer
-from foredraft.models.linear import pack_linear
+from foredraft.models.linear import Linear, pack_linear
 
 Progress = Callable[[int, int], None]
 """Called with tensors read and tensors in all, at most ten times a second, two seconds into a load."""
@@ -37,12 +39,18 @@ class Weights:
     Args:
         where: the file or directory, for messages.
         shapes: of every tensor.
-        read: one tensor by name, in the dtype asked for; may be a view of a mapped file.
+        fill: copies the named tensor into one of its shape, converting to that one's dtype.
     """
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str, torch.dtype], Tensor]
+    fill: Callable[[str, Tensor], None]
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One tensor in `dtype`, in memory of its own."""
+        tensor = torch.empty(self.shapes[name], dtype=dtype)
+        self.fill(name, tensor)
+        return tensor
 
 
 def open_weights(directory: Path) -> Weights:
@@ -150,53 +158,59 @@ def build_decoder(
 ) -> Decoder:
     """Reads, checks and packs a decoder's weights.
 
-    Args:
-
     Raises:
-        ModelError: tensors missing, surplus, of a wrong shape or not of floating point, or an unreadable
-            file.
+        ModelError: tensors missing, surplus, of a wrong shape or not of floating point, or an unreadable file.
     """
     weights = _with_prefix(weights)
     check_weights(weights, config)
-    report = _Reporter(len(expected_shapes(config)), progress)
+    expected = expected_shapes(config)
+    report = _Reporter(len(expected), progress)
 
-    def read(name: str) -> Tensor:
-        report.step()
-        return weights.read(name, dtype)
+    def joined(names: Sequence[str], suffix: str) -> Tensor:
+        """Tensors one below the other, each read to its place."""
+        rows = [weights.shapes[name + suffix][0] for name in names]
+        tensor = torch.empty(sum(rows), *weights.shapes[names[0] + suffix][1:], dtype=dtype)
+        for name, part in zip(names, torch.split(tensor, rows), strict=True):
+            weights.fill(name + suffix, part)
+            report.step()
+        return tensor
 
-    def linear(*names: str, bias: bool = False) -> Any:
-        weight = read(names[0] + ".weight") if len(names) == 1 else torch.cat([read(n + ".weight") for n in names])
-        offsets = torch.cat([read(n + ".bias") for n in names]) if bias else None
-        return pack_linear(weight, offsets, dtype=dtype, device=device)
+    def linear(*names: str, bias: bool = False) -> Linear:
+        offsets = joined(names, ".bias") if bias else None
+        return pack_linear(joined(names, ".weight"), offsets, dtype=dtype, device=device)
 
-    def norm(name: str) -> Tensor:
-        return read(name).to(device=device, dtype=torch.float32 if device.type == "cpu" else dtype).clone()
-
+    norm_dtype = torch.float32 if device.type == "cpu" else dtype
+    norms = {
+        name: joined([name], "").to(device=device, dtype=norm_dtype)
+        for name in expected
+        if name.endswith("norm.weight")
+    }
     # The largest matrices first: what packing them takes besides is then no part of the peak.
     config = _settle_tie(config, weights)
-    embedding = None if config.tie_word_embeddings else read("model.embed_tokens.weight").to(device).clone()
+    embedding = None if config.tie_word_embeddings else joined(["model.embed_tokens.weight"], "").to(device)
     head = linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
     layers = []
     for i in range(config.num_layers):
         attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         layers.append(
             DecoderLayer(
-                input_norm=norm(f"model.layers.{i}.input_layernorm.weight"),
+                input_norm=norms[f"model.layers.{i}.input_layernorm.weight"],
                 qkv=linear(attn + "q_proj", attn + "k_proj", attn + "v_proj", bias=config.qkv_bias),
-                q_norm=norm(attn + "q_norm.weight") if config.qk_norm else None,
-                k_norm=norm(attn + "k_norm.weight") if config.qk_norm else None,
+                q_norm=norms.get(attn + "q_norm.weight"),
+                k_norm=norms.get(attn + "k_norm.weight"),
                 output=linear(attn + "o_proj", bias=config.output_bias),
-                post_norm=norm(f"model.layers.{i}.post_attention_layernorm.weight"),
+                post_norm=norms[f"model.layers.{i}.post_attention_layernorm.weight"],
                 gate_up=linear(mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias),
                 down=linear(mlp + "down_proj", bias=config.mlp_bias),
                 sliding_window=config.sliding_windows[i],
             )
         )
+        _return_freed_memory()
     return Decoder(
         config,
         embedding=embedding,
         layers=layers,
-        norm=norm("model.norm.weight"),
+        norm=norms["model.norm.weight"],
         head=head,
         dtype=dtype,
         device=device,
@@ -219,7 +233,7 @@ def _with_prefix(weights: Weights) -> Weights:
         return weights
     names = {name if name == "lm_head.weight" else "model." + name: name for name in weights.shapes}
     shapes = {name: weights.shapes[original] for name, original in names.items()}
-    return Weights(weights.where, shapes, lambda name, dtype: weights.read(names[name], dtype))
+    return Weights(weights.where, shapes, lambda name, out: weights.fill(names[name], out))
 
 
 def _shards(index: Path) -> list[Path]:
@@ -256,13 +270,12 @@ def _open_safetensors(directory: Path, paths: list[Path]) -> Weights:
             shapes[name] = tuple(part.get_shape())
             files[name] = path
 
-    def read(name: str, dtype: torch.dtype) -> Tensor:
+    def fill(name: str, out: Tensor) -> None:
         # Opened for each tensor, so that the pages of a mapped file do not add up to a second copy in memory.
         with safe_open(files[name], framework="pt", device="cpu") as handle:
-            tensor: Tensor = handle.get_tensor(name)
-            return tensor.to(dtype)
+            out.copy_(handle.get_tensor(name))
 
-    return Weights(str(directory), shapes, read)
+    return Weights(str(directory), shapes, fill)
 
 
 def _open_pickles(directory: Path, paths: list[Path]) -> Weights:
@@ -281,12 +294,24 @@ def _open_pickles(directory: Path, paths: list[Path]) -> Weights:
     odd = [n for n, value in tensors.items() if not value.is_floating_point() and not n.endswith(HARMLESS)]
     if odd:
         raise ModelError(f"{directory}: tensors that are not of floating point: {_some(odd)}")
-    return Weights(str(directory), shapes, lambda name, dtype: tensors[name].to(dtype))
+
+    def fill(name: str, out: Tensor) -> None:
+        out.copy_(tensors[name])
+
+    return Weights(str(directory), shapes, fill)
 
 
 def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def _return_freed_memory() -> None:
+    """Lets go of what large temporary tensors left in glibc's heap: small ones between them keep it from being reused,
+    and a load would end at a fifth more than its weights."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class _Reporter:
