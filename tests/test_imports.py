@@ -53,9 +53,7 @@ def wrong_imports(source: str, module: str) -> list[str]:
 def level_of(module: str) -> int:
     parts = module.split(".")
     if len(parts) == 1:
-        return LEVELS[
-            "cli"
-        ]  # `foredraft` stands on everything but the command line, which may read its version
+        return LEVELS["cli"]  # `foredraft` stands on everything but the command line, which may read its version
     return LEVELS[parts[1]]
 
 

@@ -98,9 +98,7 @@ def reference(backbone: Backbone, features, anchor: int, anchor_embedding, mask_
             if config.conv_group_size:
                 flat = weights[f"{at}.kernel_projection.weight"] @ row
                 groups = config.hidden_size // config.conv_group_size
-                dynamic = flat.reshape(2, config.conv_taps, groups).repeat_interleave(
-                    config.conv_group_size, -1
-                )
+                dynamic = flat.reshape(2, config.conv_taps, groups).repeat_interleave(config.conv_group_size, -1)
             kernels.append(base + dynamic)
         return convolve(inside(convolve(rows, [k[0] for k in kernels])), [k[1] for k in kernels])
 
@@ -122,9 +120,7 @@ def reference(backbone: Backbone, features, anchor: int, anchor_embedding, mask_
                 mixed = []
                 for h in range(config.num_heads):
                     query = rotate(normed(head(row, "q", h), "q"), anchor + slot)
-                    keys = [
-                        rotate(normed(head(r, "k", h // group), "k"), p) for p, r in enumerate(everything)
-                    ]
+                    keys = [rotate(normed(head(r, "k", h // group), "k"), p) for p, r in enumerate(everything)]
                     scores = torch.stack([query @ key for key in keys]) / size**0.5
                     values = torch.stack([head(r, "v", h // group) for r in everything])
                     mixed.append(scores.softmax(-1) @ values)
@@ -161,9 +157,7 @@ def test_training_form_follows_the_equations(name: str) -> None:
     for row in range(2):
         for index in range(3):
             own = mask if mask is not None else backbone.mask_embedding
-            expected = reference(
-                backbone, features[row], int(anchors[row, index]), embeddings[row, index], own
-            )
+            expected = reference(backbone, features[row], int(anchors[row, index]), embeddings[row, index], own)
             assert torch.allclose(hidden[row, index], expected, atol=2e-4)
 
 
@@ -332,9 +326,7 @@ def test_saved_models_load_as_they_were(tmp_path, corrector: str) -> None:
 
 def test_published_names() -> None:
     def names(corrector: str) -> set[str]:
-        config = replace(
-            VARIANTS["convolution"], corrector=corrector, confidence={"with_distribution": False}
-        )
+        config = replace(VARIANTS["convolution"], corrector=corrector, confidence={"with_distribution": False})
         return set(BlockModel(config).tensors())
 
     shared = {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.q_norm.weight"}
@@ -366,9 +358,7 @@ def test_files_that_do_not_fit_are_named(tmp_path) -> None:
     tensors["norm.bias"] = tensors.pop("norm.weight")
     tensors["fc.weight"] = tensors["fc.weight"][:, :5].contiguous()
     save_file(tensors, file)
-    with pytest.raises(
-        DrafterError, match=r"missing: norm\.weight; surplus: norm\.bias; wrong shape: fc\.weight"
-    ):
+    with pytest.raises(DrafterError, match=r"missing: norm\.weight; surplus: norm\.bias; wrong shape: fc\.weight"):
         load_block_model(tmp_path)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DrafterError, match="not readable as safetensors"):
@@ -387,9 +377,7 @@ def test_files_that_do_not_fit_are_named(tmp_path) -> None:
 
 
 def test_config_survives_json_and_is_checked_against_the_target(tmp_path) -> None:
-    config = replace(
-        VARIANTS["masks_predict"], corrector="chain", corrector_options={"rank": 8}, confidence={}
-    )
+    config = replace(VARIANTS["masks_predict"], corrector="chain", corrector_options={"rank": 8}, confidence={})
     assert from_json(json.loads(json.dumps(to_json(config))), "config.json") == config
     assert config.num_draft_tokens == 4
     save_tiny(tmp_path, "llama")
@@ -453,9 +441,7 @@ def test_published_implementation_agrees(kind: str) -> None:
     model = BlockModel(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    theirs = {
-        name.replace("codebook.weight", "codebook"): value for name, value in published.state_dict().items()
-    }
+    theirs = {name.replace("codebook.weight", "codebook"): value for name, value in published.state_dict().items()}
     assert theirs.keys() == model.tensors().keys()
     for name, value in model.tensors().items():
         theirs[name].copy_(value)
@@ -476,9 +462,7 @@ def test_published_implementation_agrees(kind: str) -> None:
         hidden, anchor_ids = ours[0], torch.tensor([4, 9, 30])
         path, candidates, _ = published.candidate_selector.select(hidden, hidden @ head.T, anchor_ids, 0.0)
         top = top_candidates(hidden @ head.T, 7)
-        sampler = SlotSampler(
-            [SamplingState(SamplingParams(temperature=0.0), [1], vocab_size=31) for _ in range(3)]
-        )
+        sampler = SlotSampler([SamplingState(SamplingParams(temperature=0.0), [1], vocab_size=31) for _ in range(3)])
         drafts = model.corrector.correct(top.scores, hidden, anchor_ids, sampler, top.token_ids)
         assert torch.equal(drafts.token_ids, path)
         assert torch.equal(top.token_ids.sort(-1).values, candidates.sort(-1).values)

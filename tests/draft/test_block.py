@@ -112,9 +112,7 @@ class Watched:
         if proposal.tree is not None:
             assert proposal.tree.parents[index, :count].tolist() == expected.tree.parents[0, :count].tolist()
         if proposal.confidence is not None:
-            assert torch.allclose(
-                proposal.confidence[index, :count], expected.confidence[0, :count], atol=1e-4
-            )
+            assert torch.allclose(proposal.confidence[index, :count], expected.confidence[0, :count], atol=1e-4)
         self.num_checked += 1
 
     def observe(self, observations) -> None:
@@ -224,9 +222,7 @@ def test_a_tree_that_may_branch_does(target) -> None:
     assert len(set(zip(parents, tokens, strict=True))) == 12
 
 
-def observed(
-    drafter, target, text: list[int], max_draft_tokens: int, request_id: str = "a", **params
-) -> DraftRequest:
+def observed(drafter, target, text: list[int], max_draft_tokens: int, request_id: str = "a", **params) -> DraftRequest:
     """A request whose features before the anchor the drafter has seen."""
     table = list(range(40))
     batch = ragged_batch([text[:-1]], [0], [table], [1], block_size=BLOCK, device=torch.device("cpu"))

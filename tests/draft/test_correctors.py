@@ -30,18 +30,14 @@ SMALL = {
     "chain": {"rank": 5, "width": 9},
 }
 FULL = [name for name in CORRECTORS if name != "lattice"]
-BOTH = [
-    (name, k) for name, k in itertools.product(CORRECTORS, (None, WIDTH)) if (name, k) != ("lattice", None)
-]
+BOTH = [(name, k) for name, k in itertools.product(CORRECTORS, (None, WIDTH)) if (name, k) != ("lattice", None)]
 DRAFT_IDS = torch.tensor([1, 2, 3, 5, 8, 9, 13, 14, 17, 21, 22])
 
 
 def build(name: str, num_candidates: int | None = None, draft_ids=None, confidence=None, wild: bool = True):
     """A corrector with random weights, large enough that the correction decides."""
     sizes = Sizes(HIDDEN, VOCAB, SLOTS, draft_ids)
-    corrector = make_corrector(
-        name, sizes, {"num_candidates": num_candidates, **SMALL[name]}, confidence=confidence
-    )
+    corrector = make_corrector(name, sizes, {"num_candidates": num_candidates, **SMALL[name]}, confidence=confidence)
     embedding = torch.randn(VOCAB, HIDDEN)
     corrector.bind(lambda ids: embedding[ids])
     if wild:
@@ -65,9 +61,7 @@ def inputs(columns: int = VOCAB):
 
 def states(verification: str = "token", count: int = BATCH, **options) -> list[SamplingState]:
     return [
-        SamplingState(
-            SamplingParams(seed=7 + i, **options), [1, 2, 3], vocab_size=VOCAB, verification=verification
-        )
+        SamplingState(SamplingParams(seed=7 + i, **options), [1, 2, 3], vocab_size=VOCAB, verification=verification)
         for i in range(count)
     ]
 
@@ -293,6 +287,21 @@ def test_a_request_whose_candidates_are_all_barred_still_has_a_distribution() ->
     assert bool(drafts.probs.probs.isfinite().all())
     assert torch.allclose(drafts.probs.probs.sum(-1), torch.ones(BATCH, SLOTS))
     assert not bool((candidates == 5).any())
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 3}, {"min_p": 0.05}])
+@pytest.mark.parametrize("verification", ["block", "coupled"])
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_drawing_all_slots_at_once_is_drawing_them_in_turn(name: str, verification: str, options: dict) -> None:
+    """A bias of 0 changes nothing but the way: slots are then drawn one after another."""
+    corrector = build(name, WIDTH, confidence={})
+    unary, hidden, anchor = inputs()
+    at_once = draw(corrector, unary, hidden, anchor, states(verification, **options))[0]
+    in_turn = draw(corrector, unary, hidden, anchor, states(verification, logit_bias={0: 0.0}, **options))[0]
+    assert torch.equal(at_once.token_ids, in_turn.token_ids)
+    assert torch.allclose(at_once.probs.probs, in_turn.probs.probs, atol=1e-6)
+    assert torch.equal(at_once.probs.candidates, in_turn.probs.candidates)
+    assert torch.allclose(at_once.confidence, in_turn.confidence, atol=1e-6)
 
 
 def test_requests_of_one_batch_keep_their_own_parameters() -> None:

@@ -89,9 +89,7 @@ class TableDrafter:
         torch.manual_seed(11)
         self.draft_ids = DRAFT_IDS if reduced else None
         sizes = Sizes(HIDDEN, VOCAB, GAMMA, self.draft_ids)
-        self.corrector = make_corrector(
-            name, sizes, {"num_candidates": num_candidates, **OPTIONS[name]}
-        ).eval()
+        self.corrector = make_corrector(name, sizes, {"num_candidates": num_candidates, **OPTIONS[name]}).eval()
         for parameter in self.corrector.parameters():
             torch.nn.init.normal_(parameter, std=0.8)
         if name == "lattice":

@@ -37,9 +37,7 @@ def softmax(row: list[float], temperature: float = 1.0) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def prefixes(
-    scores: Chain, request: int, temperatures: list[float] | None = None
-) -> dict[tuple[int, ...], float]:
+def prefixes(scores: Chain, request: int, temperatures: list[float] | None = None) -> dict[tuple[int, ...], float]:
     """The probability of every non-empty prefix, by definition."""
     slots, candidates = scores.num_slots, scores.first.shape[1]
     temperatures = temperatures or [1.0] * slots

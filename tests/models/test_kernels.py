@@ -193,9 +193,10 @@ def test_attention_equals_torchs(dtype, window, heads: int, kv_heads: int, size:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_query_has_the_same_bits_in_any_company(dtype, window, threads: int) -> None:
+@pytest.mark.parametrize(("size", "block_size"), [(64, 16), (10, 16), (24, 5), (33, 8)])
+def test_a_query_has_the_same_bits_in_any_company(dtype, window, size: int, block_size: int, threads: int) -> None:
     """One request's 45 tokens: all at once, one by one, in chunks, and beside another request."""
-    heads, kv_heads, size, block_size, total = 9, 3, 64, 16, 45
+    heads, kv_heads, total = 9, 3, 45
     q, k, v = projections(total, heads, kv_heads, size, 1)
     other = projections(6, heads, kv_heads, size, 50)
     tables = scattered([total, 6], block_size)
@@ -247,8 +248,9 @@ def tree_batch(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("prefix", [0, 5, 31])
-def test_a_branch_of_a_tree_has_the_bits_of_its_chain(dtype, window, prefix: int) -> None:
-    heads, kv_heads, size, block_size = 6, 2, 32, 8
+@pytest.mark.parametrize("size", [32, 10])
+def test_a_branch_of_a_tree_has_the_bits_of_its_chain(dtype, window, size: int, prefix: int) -> None:
+    heads, kv_heads, block_size = 6, 2, 8
     table = scattered([48], block_size)[0]
     batch, paths = tree_batch([0, 0, 1, 1, 2, 3, 6], prefix, table, block_size)
     past = projections(prefix, heads, kv_heads, size, 5)

@@ -23,9 +23,7 @@ class BenchFlags:
 
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON lines with a prompt key, or text; a dozen come along.", rich_help_panel=BENCH
-        ),
+        typer.Option(help="JSON lines with a prompt key, or text; a dozen come along.", rich_help_panel=BENCH),
     ] = None
     rounds: Annotated[int, typer.Option(min=1, help="Times over all prompts.", rich_help_panel=BENCH)] = 3
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.", rich_help_panel=BENCH)] = 1
@@ -51,20 +49,12 @@ class BenchFlags:
 class BenchSamplingFlags:
     """How tokens are chosen: greedily, unless told otherwise."""
 
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Of output per prompt.", rich_help_panel=SAMPLING)
-    ] = 128
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of output per prompt.", rich_help_panel=SAMPLING)] = 128
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0
     top_p: Annotated[float | None, typer.Option(help="Nucleus.", rich_help_panel=SAMPLING)] = None
-    top_k: Annotated[int | None, typer.Option(help="Most likely tokens kept.", rich_help_panel=SAMPLING)] = (
-        None
-    )
-    min_p: Annotated[
-        float | None, typer.Option(help="Least share of the top token.", rich_help_panel=SAMPLING)
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = (
-        None
-    )
+    top_k: Annotated[int | None, typer.Option(help="Most likely tokens kept.", rich_help_panel=SAMPLING)] = None
+    min_p: Annotated[float | None, typer.Option(help="Least share of the top token.", rich_help_panel=SAMPLING)] = None
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = None
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos", help="Go on to --max-tokens.", rich_help_panel=SAMPLING)
     ] = None

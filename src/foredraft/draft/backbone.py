@@ -46,13 +46,9 @@ class Attention(nn.Module):
         batch, anchors, inputs, _ = x.shape
         heads, shared, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         q = rotary.block(_normed(self.q_proj(x).reshape(batch, anchors, inputs, heads, size), self.q_norm))
-        k_block = rotary.block(
-            _normed(self.k_proj(x).reshape(batch, anchors, inputs, shared, size), self.k_norm)
-        )
+        k_block = rotary.block(_normed(self.k_proj(x).reshape(batch, anchors, inputs, shared, size), self.k_norm))
         v_block = self.v_proj(x).reshape(batch, anchors, inputs, shared, size)
-        k_context = rotary.context(
-            _normed(self.k_proj(context).reshape(batch, -1, shared, size), self.k_norm)
-        )
+        k_context = rotary.context(_normed(self.k_proj(context).reshape(batch, -1, shared, size), self.k_norm))
         v_context = self.v_proj(context).reshape(batch, -1, shared, size)
 
         q = q.reshape(batch, anchors, inputs, shared, heads // shared, size) * size**-0.5

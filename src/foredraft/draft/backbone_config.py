@@ -59,9 +59,7 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         _require(len(self.target_layers) > 0, "target_layer_ids: at least one target layer is needed")
-        _require(
-            self.num_heads % self.num_kv_heads == 0, "num_attention_heads: not a multiple of the kv heads"
-        )
+        _require(self.num_heads % self.num_kv_heads == 0, "num_attention_heads: not a multiple of the kv heads")
         _require(self.num_draft_tokens >= 1, f"block_size: {self.block_size} leaves no slot that predicts")
         in_vocabulary = self.mask_token_id is None or 0 <= self.mask_token_id < self.vocab_size
         _require(
@@ -95,9 +93,7 @@ def config_for(target: ModelConfig, *, num_layers: int, num_draft_tokens: int, *
         options: fields of `BlockConfig`; `target_layers` is spread over the target when not given.
     """
     anchor_predicts = options.pop("anchor_predicts", True)
-    target_layers = options.pop("target_layers", None) or spread_layers(
-        target.num_layers, min(3, target.num_layers)
-    )
+    target_layers = options.pop("target_layers", None) or spread_layers(target.num_layers, min(3, target.num_layers))
     assert target.rope is not None
     return BlockConfig(
         vocab_size=target.vocab_size,
@@ -160,9 +156,7 @@ def from_json(raw: Mapping[str, Any], where: str) -> BlockConfig:
     """
     names = raw.get("architectures") or ["nothing"]
     if ARCHITECTURE not in names:
-        raise DrafterError(
-            f"{where}: architectures names {names[0]}; a block drafter of foredraft is {ARCHITECTURE}"
-        )
+        raise DrafterError(f"{where}: architectures names {names[0]}; a block drafter of foredraft is {ARCHITECTURE}")
     try:
         dflash, corrector = raw["dflash_config"], dict(raw["corrector"])
         rope = dict(raw["rope"])

@@ -46,17 +46,13 @@ class BackboneRunner:
         max_model_len: longest text in tokens.
     """
 
-    def __init__(
-        self, backbone: Backbone, *, dtype: torch.dtype, device: torch.device, max_model_len: int
-    ) -> None:
+    def __init__(self, backbone: Backbone, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
         config = self.config = backbone.config
         self.dtype, self.device = dtype, device
         self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
 
         def packed(*weights: Tensor) -> Linear:
-            return pack_linear(
-                torch.cat([weight.detach() for weight in weights]), None, dtype=dtype, device=device
-            )
+            return pack_linear(torch.cat([weight.detach() for weight in weights]), None, dtype=dtype, device=device)
 
         def norm(module: torch.nn.RMSNorm) -> Tensor:
             return module.weight.detach().to(device, self.activation_dtype)
@@ -134,9 +130,7 @@ class BackboneRunner:
         mask_id = config.mask_token_id if config.mask_token_id is not None else 0
         num_masks = [count - 1 + config.first_predicting for count in num_drafts]
         tokens = [[anchor] + [mask_id] * count for anchor, count in zip(anchors, num_masks, strict=True)]
-        batch = ragged_batch(
-            tokens, starts, block_tables, num_drafts, block_size=block_size, device=self.device
-        )
+        batch = ragged_batch(tokens, starts, block_tables, num_drafts, block_size=block_size, device=self.device)
         widest = max(num_masks) + 1
         visible = torch.ones(len(batch.input_ids), widest, dtype=torch.bool, device=self.device)
         return replace(batch, tree_mask=visible)
@@ -192,9 +186,7 @@ class _Rows:
         return x[self._inside]
 
 
-def _prepared(
-    convolution: CausalConvolution | None, x: Tensor, rows: _Rows | None
-) -> tuple[Tensor, Tensor | None]:
+def _prepared(convolution: CausalConvolution | None, x: Tensor, rows: _Rows | None) -> tuple[Tensor, Tensor | None]:
     if convolution is None or rows is None:
         return x, None
     mixed, kernel = convolution.prepare(rows.blocks(x))
@@ -219,9 +211,7 @@ def _projections(layer: Layer) -> tuple[torch.nn.Linear, torch.nn.Linear, torch.
     return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
 
 
-def _moved(
-    convolution: CausalConvolution | None, device: torch.device, dtype: torch.dtype
-) -> CausalConvolution | None:
+def _moved(convolution: CausalConvolution | None, device: torch.device, dtype: torch.dtype) -> CausalConvolution | None:
     if convolution is None:
         return None
     copy = CausalConvolution(convolution.base_kernel.shape[-1], convolution.taps, convolution.group_size)

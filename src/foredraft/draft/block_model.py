@@ -33,15 +33,11 @@ class BlockModel(nn.Module):
     def __init__(self, config: BlockConfig, draft_ids: Tensor | None = None) -> None:
         super().__init__()
         if (None if draft_ids is None else len(draft_ids)) != config.draft_vocab_size:
-            raise DrafterError(
-                f"draft_vocab_size: {config.draft_vocab_size} does not fit the list of draft token ids"
-            )
+            raise DrafterError(f"draft_vocab_size: {config.draft_vocab_size} does not fit the list of draft token ids")
         self.config = config
         self.backbone = Backbone(config)
         sizes = Sizes(config.hidden_size, config.vocab_size, config.num_draft_tokens, draft_ids)
-        self.corrector = make_corrector(
-            config.corrector, sizes, config.corrector_options, confidence=config.confidence
-        )
+        self.corrector = make_corrector(config.corrector, sizes, config.corrector_options, confidence=config.confidence)
 
     @property
     def draft_ids(self) -> Tensor | None:

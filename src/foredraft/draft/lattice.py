@@ -73,11 +73,7 @@ def marginals(chain: Chain) -> Tensor:
 
 def path_log_probs(chain: Chain, columns: Tensor) -> Tensor:
     """Log-probability of each prefix [B, γ] of the paths `columns` [B, γ]."""
-    steps = [chain.first.gather(1, columns[:, :1])]
-    if chain.num_slots > 1:
-        rows = chain.edges.gather(2, columns[:, :-1, None, None].expand(-1, -1, 1, chain.edges.shape[-1]))
-        steps.append(rows[:, :, 0].gather(-1, columns[:, 1:, None])[..., 0])
-    return torch.cat(steps, 1).cumsum(-1)
+    return path_rows(chain, columns).gather(-1, columns[..., None])[..., 0].cumsum(-1)
 
 
 def survival(chain: Chain, acceptance: Tensor) -> Tensor:
@@ -186,15 +182,24 @@ def best_tree(chain: Chain, num_nodes: int) -> PathTree:
     )
 
 
-def sample_path(chain: Chain, noise: Tensor) -> Tensor:
-    """One path [B, γ] drawn from the chain, by standard Gumbel noise [B, γ, K]."""
-    column = (chain.first + noise[:, 0]).argmax(-1)
-    columns = [column]
-    batch = torch.arange(len(column), device=column.device)
+def sample_path(chain: Chain, noise: Tensor | None = None) -> Tensor:
+    """One path [B, γ] drawn from the chain by standard Gumbel noise [B, γ, K]; without noise, the greedy
+    walk."""
+    first, edges = chain.first, chain.edges
+    if noise is not None:
+        first, edges = first + noise[:, 0], edges + noise[:, 1:, None]
+    choices = edges.argmax(-1)  # [B, γ-1, K], the step from every node
+    columns = [first.argmax(-1, keepdim=True)]
     for slot in range(chain.num_slots - 1):
-        column = (chain.edges[batch, slot, column] + noise[:, slot + 1]).argmax(-1)
-        columns.append(column)
-    return torch.stack(columns, 1)
+        columns.append(choices[:, slot].gather(1, columns[-1]))
+    return torch.cat(columns, 1)
+
+
+def path_rows(chain: Chain, columns: Tensor) -> Tensor:
+    """The rows [B, γ, K] that a path [B, γ] meets: each slot's scores given the path before it."""
+    width = chain.edges.shape[-1]
+    rows = chain.edges.gather(2, columns[:, :-1, None, None].expand(-1, -1, 1, width))
+    return torch.cat([chain.first[:, None], rows[:, :, 0]], 1)
 
 
 def best_sizes(log_probs: Tensor, draft_seconds: float, verify_seconds: Tensor) -> Tensor:

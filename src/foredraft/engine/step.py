@@ -74,6 +74,8 @@ class Engine:
             self._forget(preempted)
             self.peak_blocks = max(self.peak_blocks, self.scheduler.pool.num_used)
             sampling = [part for part in plan if part.samples]
+        if not plan:
+            return []
         with self.times.measure("draft"):
             proposal = self._propose(sampling)
         with self.times.measure("schedule"):

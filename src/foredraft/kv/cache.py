@@ -47,7 +47,10 @@ class KVCache:
         return self._layers[layer][1]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores `k` and `v` [n, num_kv_heads, head_dim] at `slots` [n]."""
+        """Stores `k` and `v` [n, num_kv_heads, head_dim] at `slots` [n]; -1 stores nothing."""
+        if bool((slots < 0).any()):
+            stored = slots >= 0
+            slots, k, v = slots[stored], k[stored], v[stored]
         blocks, offsets = slots // self.block_size, slots % self.block_size
         self.keys(layer)[blocks, :, :, offsets] = k.to(self.k.dtype)
         self.values(layer)[blocks, :, offsets] = v.to(self.v.dtype)

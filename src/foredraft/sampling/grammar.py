@@ -73,21 +73,30 @@ class GrammarState:
         before it has target probability 0, but it must be a distribution.
         """
         rows = [self._mask()]
-        path: list[int] = []  # nodes that the matcher has moved over
+        allowed = [False] * len(draft)  # whether the grammar allows a node after the path to it
+        entered: list[int] = []  # the path that the matcher has moved along
         for node, parent in enumerate(parents):
-            while path and path[-1] != parent:
-                path.pop()
-                self._matcher.rollback(1)
-            reachable = (not path and parent < 0) or (bool(path) and path[-1] == parent)
-            if reachable and self._accepts(draft[node]):
-                self._matcher.consume_tokens([draft[node]])
-                path.append(node)
-                rows.append(self._mask())
-            else:
-                rows.append(np.ones(self._vocab_size, dtype=np.bool_))
-        if path:
-            self._matcher.rollback(len(path))
+            rows.append(np.ones(self._vocab_size, dtype=np.bool_))
+            if parent >= 0 and not allowed[parent]:
+                continue
+            entered = self._moved(entered, _path(parent, parents), draft)
+            if self._accepts(draft[node]):
+                allowed[node] = True
+                entered = self._moved(entered, [*entered, node], draft)
+                rows[-1] = self._mask()
+        self._moved(entered, [], draft)
         return torch.from_numpy(np.stack(rows))
+
+    def _moved(self, entered: list[int], path: list[int], draft: Sequence[int]) -> list[int]:
+        """Moves the matcher from the end of one path of nodes to the end of another; returns the new one."""
+        shared = 0
+        while shared < min(len(entered), len(path)) and entered[shared] == path[shared]:
+            shared += 1
+        if len(entered) > shared:
+            self._matcher.rollback(len(entered) - shared)
+        if len(path) > shared:
+            self._matcher.consume_tokens([draft[node] for node in path[shared:]])
+        return path
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Moves on over emitted tokens."""
@@ -106,6 +115,15 @@ class GrammarState:
             return self._ending
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
+
+
+def _path(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the anchor's child down to `node`; none for the anchor itself."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
 
 
 def _source(spec: StructuredOutputs) -> str:

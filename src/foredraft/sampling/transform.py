@@ -150,7 +150,7 @@ def _top_p(rows: Tensor, masses: Sequence[float]) -> Tensor:
     if all(mass >= 1.0 for mass in masses):
         return rows
     mass = torch.tensor(masses, dtype=torch.float64, device=rows.device)[:, None]
-    total = rows.logsumexp(-1, keepdim=True).double()
+    total = rows.double().logsumexp(-1, keepdim=True)
     num_candidates = min(FIRST_CANDIDATES, rows.shape[-1])
     while True:
         values = rows.topk(num_candidates, dim=-1).values  # [N, K], largest first

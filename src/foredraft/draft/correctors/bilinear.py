@@ -31,13 +31,9 @@ class Bilinear(FirstOrder):
     def predecessor(self, previous: Tensor) -> Tensor:
         return F.embedding(previous, self.predecessor_codebook)
 
-    def edges(
-        self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0
-    ) -> Tensor:
+    def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         context = self.hidden_projection(hidden)[:, :, None] * self.predecessor(previous)  # [N, γ, A, r]
         if candidates is not None:
             return context @ F.embedding(candidates, self.successor_codebook).transpose(-1, -2)
         columns = self.draft_ids
-        return F.linear(
-            context, self.successor_codebook if columns is None else self.successor_codebook[columns]
-        )
+        return F.linear(context, self.successor_codebook if columns is None else self.successor_codebook[columns])

@@ -57,9 +57,7 @@ def with_extra(
     """
     base = candidates.scores.amin(-1, keepdim=True).expand(token_ids.shape) if floor is None else floor
     bias = torch.as_tensor(bias, dtype=base.dtype, device=base.device).expand(token_ids.shape)
-    same = (candidates.token_ids[..., None] == token_ids[..., None, :]) & present[
-        ..., None, :
-    ]  # [B, γ, K, M]
+    same = (candidates.token_ids[..., None] == token_ids[..., None, :]) & present[..., None, :]  # [B, γ, K, M]
     boosted = candidates.scores + (same * bias[..., None, :]).sum(-1)
     earlier = (token_ids[..., None] == token_ids[..., None, :]) & present[..., None, :]
     repeated = earlier.tril(-1).any(-1)

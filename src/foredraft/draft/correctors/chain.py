@@ -32,9 +32,7 @@ class ChainCorrector(FirstOrder):
     prefix = "chain."
     needs_embedding = True
 
-    def __init__(
-        self, sizes: Sizes, num_candidates: int | None = 16, rank: int = 128, width: int = 256
-    ) -> None:
+    def __init__(self, sizes: Sizes, num_candidates: int | None = 16, rank: int = 128, width: int = 256) -> None:
         super().__init__(sizes, num_candidates)
         self.predecessor_size = rank
         self.project = nn.Linear(sizes.hidden_size, rank, bias=False)
@@ -71,9 +69,7 @@ class ChainCorrector(FirstOrder):
         scaled = self.alpha[: unary_logits.shape[1], None] * unary_logits
         return scaled.masked_fill(unary_logits == NEVER, NEVER)  # whatever the sign of α
 
-    def edges(
-        self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0
-    ) -> Tensor:
+    def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         scale = self.lambda_[first_slot : first_slot + hidden.shape[1], None]
         context = (scale * self.project(hidden))[:, :, None] * self.predecessor(previous)  # [N, γ, A, r]
         if candidates is not None:

@@ -86,9 +86,7 @@ def calibrate(logits: Tensor, acceptance: Tensor) -> Tensor:
     for slot in range(logits.shape[1]):
         column = logits[:, slot].double()
 
-        def error(
-            temperature: float, column: Tensor = column, product: Tensor = product, slot: int = slot
-        ) -> float:
+        def error(temperature: float, column: Tensor = column, product: Tensor = product, slot: int = slot) -> float:
             return calibration_error(product * torch.sigmoid(column / temperature), truth[:, slot])
 
         best = _minimum(error)

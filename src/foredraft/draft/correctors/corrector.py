@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foredraft.draft.correctors.confidence import ConfidenceHead
 from foredraft.draft.correctors.sampler import SlotSampler
-from foredraft.draft.lattice import Chain
+from foredraft.draft.lattice import Chain, path_rows
 from foredraft.draft.proposal import DenseProbs, SparseProbs
 
 Embed = Callable[[Tensor], Tensor]
@@ -173,9 +173,7 @@ class FirstOrder(Corrector):
     """A corrector that looks at the token before only, so that its candidates form an exact Markov chain."""
 
     @abstractmethod
-    def edges(
-        self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0
-    ) -> Tensor:
+    def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         """B_k(a, v), what previous token a adds to the score of v [N, γ, A, C].
 
         Args:
@@ -204,9 +202,7 @@ class FirstOrder(Corrector):
         """
         first = anchor[:, None, None].expand(-1, 1, candidates.shape[-1])
         previous = torch.cat([first, candidates[:, :-1]], 1)  # [B, γ, K]
-        scores = self.unary(unary_logits)[:, :, None] + self.edges(
-            hidden, previous, candidates
-        )  # [B, γ, K, K]
+        scores = self.unary(unary_logits)[:, :, None] + self.edges(hidden, previous, candidates)  # [B, γ, K, K]
         return Chain(scores[:, 0, 0], scores[:, 1:])
 
     def draw_slots(
@@ -220,6 +216,8 @@ class FirstOrder(Corrector):
         scores = []
         if candidates is not None:
             chain = self.lattice(unary_logits, hidden, anchor, candidates)
+            if not sampler.looks_back:
+                return list(path_rows(chain, sampler.draw_chain(chain, candidates)).unbind(1))
             batch = torch.arange(len(anchor), device=anchor.device)
             scores.append(chain.first)
             for slot in range(chain.num_slots):

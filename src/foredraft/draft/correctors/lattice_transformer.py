@@ -44,9 +44,7 @@ class LatticeTransformer(FirstOrder):
         self.outgoing = nn.Linear(width, rank, bias=False)
         self.scale = nn.Parameter(torch.zeros(sizes.num_slots))  # an exact no-op at first
 
-    def edges(
-        self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0
-    ) -> Tensor:
+    def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         raise NotImplementedError("a lattice's edges depend on all its nodes: see `lattice`")
 
     def lattice(self, unary_logits: Tensor, hidden: Tensor, anchor: Tensor, candidates: Tensor) -> Chain:

@@ -33,9 +33,7 @@ class Markov(FirstOrder):
         """What meets W2 [N, γ, A, r]."""
         return self.markov_w1(previous)
 
-    def edges(
-        self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0
-    ) -> Tensor:
+    def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         return self.markov_w2(self.features(hidden, previous), candidates)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foredraft.draft.lattice import Chain, path_rows, sample_path
 from foredraft.draft.proposal import DenseProbs, SparseProbs
 from foredraft.sampling.choose import draw_drafts
 from foredraft.sampling.noise import Stream, gumbel_at
@@ -34,7 +35,7 @@ class SlotSampler:
         self._candidates: list[Tensor] = []
         self._noise: Tensor | None = None  # [B, γ, C], 0 for greedy requests
         greedy = [state.params.is_greedy for state in states]
-        self._one_hot = torch.tensor(greedy)[:, None] if any(greedy) else None
+        self._one_hot = torch.tensor(greedy) if any(greedy) else None
 
     def foresee(self, candidates: Tensor) -> None:
         """Makes the noise of all slots' candidates [B, γ, C] at once, at a fraction of the cost of turns."""
@@ -88,11 +89,7 @@ class SlotSampler:
             processed = self._processed(scores, candidates)
             columns = (processed + self._noise[:, slot]).argmax(-1)
             if self._with_probs:
-                probs = processed.softmax(-1)
-                if self._one_hot is not None:
-                    certain = torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0)
-                    probs = torch.where(self._one_hot.to(probs.device), certain, probs)
-                self._probs.append(probs)
+                self._probs.append(self._probabilities(processed, columns))
                 self._candidates.append(candidates)
         tokens = columns if candidates is None else candidates.gather(1, columns[:, None])[:, 0]
         self._tokens.append(tokens)
@@ -100,6 +97,42 @@ class SlotSampler:
             for prefix, token in zip(self._prefixes, tokens.tolist(), strict=True):
                 prefix.append(token)
         return columns, tokens
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a request's transforms look at the text, so that slots must be drawn one after another."""
+        return self._transforms
+
+    def draw_chain(self, chain: Chain, candidates: Tensor) -> Tensor:
+        """What `draw` gives slot by slot, in one go, when nothing looks back; returns the columns [B, γ].
+
+        Every step's scores are transformed and get their noise before it is known which steps are taken.
+
+        Args:
+            chain: scores after correction and before any transform.
+            candidates: [B, γ, K], as foreseen.
+        """
+        if not self._argmax_only:
+            rows = torch.cat([chain.first[:, None], chain.edges.flatten(1, 2)], 1)  # [B, 1 + (γ-1)·K, K]
+            states = [state for state in self._states for _ in range(rows.shape[1])]
+            processed = process_drafts(rows.flatten(0, 1), states, [()] * len(states)).reshape(rows.shape)
+            chain = Chain(processed[:, 0], processed[:, 1:].reshape(chain.edges.shape))
+        columns = sample_path(chain, self._noise)
+        self._tokens += candidates.gather(2, columns[..., None])[..., 0].unbind(1)
+        if self._with_probs:
+            probs = self._probabilities(path_rows(chain, columns), columns)
+            self._probs += probs.unbind(1)
+            self._candidates += candidates.unbind(1)
+        return columns
+
+    def _probabilities(self, processed: Tensor, columns: Tensor) -> Tensor:
+        """q [B, ..., C] of transformed scores; one-hot at `columns` [B, ...] for greedy requests."""
+        probs = processed.softmax(-1)
+        if self._one_hot is None:
+            return probs
+        certain = torch.zeros_like(probs).scatter_(-1, columns[..., None], 1.0)
+        greedy = self._one_hot.to(probs.device).reshape(-1, *[1] * (probs.dim() - 1))
+        return torch.where(greedy, certain, probs)
 
     @property
     def token_ids(self) -> Tensor:

@@ -14,8 +14,6 @@ class Uncorrected(FirstOrder):
     def __init__(self, sizes: Sizes, num_candidates: int | None = None) -> None:
         super().__init__(sizes, num_candidates)
 
-    def edges(
-        self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0
-    ) -> Tensor:
+    def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         num_columns = self.sizes.num_columns if candidates is None else candidates.shape[-1]
         return torch.zeros(1, device=hidden.device).expand(*previous.shape, num_columns)

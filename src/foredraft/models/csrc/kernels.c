@@ -19,6 +19,7 @@
 #endif
 #define NR 16              /* outputs in a weight panel, keys in a score block */
 #define NV (NR / LANES)    /* vectors in a panel row */
+#define SMALL 100000       /* multiplications that one thread does sooner than several */
 #define MR_MAX 6           /* rows that one pass over a panel serves: 12 accumulators of 16 registers */
 
 typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -126,6 +127,7 @@ static void pack_rows(const float *x, int64_t stride, int rows, int K, float *ou
     void NAME(const T *w, const float *bias, const float *x, int64_t xs, const float *residual, float *y, int M,      \
               int N, int K, int threads) {                                                                             \
         int panels = (N + NR - 1) / NR;                                                                                \
+        if ((int64_t)M * N * K < SMALL) threads = 1; /* waking a thread takes longer than the work */                  \
         /* rows whose packed form stays in half a 512 KB L2 while all panels pass by */                                \
         int chunk = 65536 / K / MR_MAX * MR_MAX;                                                                       \
         if (chunk < 2 * MR_MAX) chunk = 2 * MR_MAX;                                                                    \
@@ -322,6 +324,9 @@ static inline float get_bf16(const bf16 *p) { return widen(*p); }
 static inline void put_f32(float *p, float x) { *p = x; }
 static inline void put_bf16(bf16 *p, float x) { *p = narrow(x); }
 
+/* Sums of single floats say fmaf outright: a compiler may turn such a loop into vector products that are added one by
+ * one, with a rounding more than the products it fuses elsewhere, and so make a row's bits depend on the loop's length. */
+
 /* Scores of ROWS queries (interleaved in q) with the keys of one block; row i's go to out + i * stride. */
 #define SCORES(ROWS, T, KIND)                                                                                          \
     static inline __attribute__((always_inline)) void scores_##KIND##_##ROWS(                                          \
@@ -340,7 +345,8 @@ static inline void put_bf16(bf16 *p, float x) { *p = narrow(x); }
         for (; j < block; j++)                                                                                         \
             for (int i = 0; i < ROWS; i++) {                                                                           \
                 float acc = 0.0f;                                                                                      \
-                for (int d = 0; d < dim; d++) acc += q[d * ROWS + i] * get_##KIND(keys + (size_t)d * block + j);       \
+                for (int d = 0; d < dim; d++)                                                                          \
+                    acc = __builtin_fmaf(q[d * ROWS + i], get_##KIND(keys + (size_t)d * block + j), acc);              \
                 out[i * stride + j] = acc * scale;                                                                     \
             }                                                                                                          \
     }
@@ -363,7 +369,8 @@ static inline void put_bf16(bf16 *p, float x) { *p = narrow(x); }
         for (; d < dim; d++)                                                                                           \
             for (int i = 0; i < ROWS; i++) {                                                                           \
                 float acc = out[i * out_stride + d];                                                                   \
-                for (int j = 0; j < count; j++) acc += p[i * stride + j] * get_##KIND(values + (size_t)j * dim + d);   \
+                for (int j = 0; j < count; j++)                                                                        \
+                    acc = __builtin_fmaf(p[i * stride + j], get_##KIND(values + (size_t)j * dim + d), acc);            \
                 out[i * out_stride + d] = acc;                                                                         \
             }                                                                                                          \
     }
@@ -515,15 +522,19 @@ static float softmax_terms(float *s, int first, int end) {
               T *keys, T *values, float *out) {                                                                        \
         store_##KIND(b, k, ks, v, vs, keys, values);                                                                   \
         int G = b->heads / b->kv_heads;                                                                                \
+        int64_t work = 0;                                                                                              \
+        for (int r = 0; r < b->requests; r++)                                                                          \
+            work += (b->query_start[r + 1] - b->query_start[r]) * b->seq_lens[r] * b->heads * b->dim * 2;              \
+        int threads = work < SMALL ? 1 : b->threads;                                                                   \
         int64_t all_rows = (int64_t)b->tokens * b->heads;                                                              \
-        int size = (int)(all_rows / (4 * b->threads)); /* enough tasks to keep every thread busy */                    \
+        int size = (int)(all_rows / (4 * threads));    /* enough tasks to keep every thread busy */                    \
         size = size < 1 ? 1 : size > GROUP ? GROUP : size;                                                             \
         int tasks = 0;                                                                                                 \
         for (int r = 0; r < b->requests; r++) {                                                                        \
             int rows = (int)(b->query_start[r + 1] - b->query_start[r]) * G;                                           \
             tasks += (rows + size - 1) / size * b->kv_heads;                                                           \
         }                                                                                                              \
-        _Pragma("omp parallel for schedule(dynamic) num_threads(b->threads)") for (int task = 0; task < tasks;        \
+        _Pragma("omp parallel for schedule(dynamic) num_threads(threads)   ") for (int task = 0; task < tasks;        \
                                                                                    task++) {                           \
             int left = task, r = 0, groups, rows;                                                                      \
             for (;; r++) {                                                                                             \
