@@ -13,6 +13,7 @@ from tiny import save_tiny
 from foredraft.draft.backbone import Backbone, start_from_target
 from foredraft.draft.backbone_config import (
     BlockConfig,
+    check_length,
     check_target,
     config_for,
     from_json,
@@ -145,6 +146,15 @@ def batch_of(config: BlockConfig, length: int = 11):
     anchors = torch.tensor([[1, 4, 9], [11, 7, 2]])
     mask = torch.randn(config.hidden_size) if config.mask_token_id is not None else None
     return features, anchors, torch.randn(2, 3, config.hidden_size), mask
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tensors here are too small to share between threads, which would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -385,6 +395,9 @@ def test_config_survives_json_and_is_checked_against_the_target(tmp_path) -> Non
     made = config_for(target, num_layers=1, num_draft_tokens=3, anchor_predicts=False)
     assert (made.block_size, made.num_draft_tokens) == (4, 3)
     check_target(made, target, "drafter")
+    check_length(made, 3, "drafter")
+    with pytest.raises(DrafterError, match="num_speculative_tokens: 4 is above the 3"):
+        check_length(made, 4, "drafter")
     for change, words in (
         ({"vocab_size": 7, "mask_token_id": None}, "vocab_size is 7, the target's 101"),
         ({"hidden_size": 40}, "hidden_size is 40"),

@@ -1,4 +1,4 @@
-"""The engine on small real networks: rollback, drafts of a draft model, log-probabilities, structured output, n and best_of."""
+"""The engine on small real networks: rollback, draft models, log-probabilities, structured output, n and best_of."""
 
 from __future__ import annotations
 

@@ -209,6 +209,16 @@ def check_target(config: BlockConfig, target: ModelConfig, where: str) -> None:
     )
 
 
+def check_length(config: BlockConfig, num_speculative_tokens: int, where: str) -> None:
+    """Raises `DrafterError` when longer chains are asked for than the drafter was trained for."""
+    longest = config.num_draft_tokens
+    _require(
+        num_speculative_tokens <= longest,
+        f"num_speculative_tokens: {num_speculative_tokens} is above the {longest} drafts of a block that {where} was "
+        f"trained for; use at most {longest}",
+    )
+
+
 def with_corrector(config: BlockConfig, name: str, **options: Any) -> BlockConfig:
     """The same drafter with another corrector."""
     return replace(config, corrector=name, corrector_options=options)
