@@ -223,6 +223,22 @@ def test_inference_form_equals_training_form(name: str, native: bool, monkeypatc
             assert torch.allclose(found[row], expected[row, 0], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["head_norms", "convolution"])
+@torch.inference_mode()
+def test_bfloat16_is_close(name: str) -> None:
+    backbone = wild(VARIANTS[name])
+    features, _, embeddings, mask = batch_of(backbone.config)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        runner = BackboneRunner(backbone, dtype=dtype, device=CPU, max_model_len=90)
+        blocks = Blocks(runner)
+        blocks.add(16)
+        blocks.write(0, features[0], 0)
+        found.append(blocks.hidden([11], [4], embeddings[:1, 0], mask)[0].float())
+    assert float(torch.cosine_similarity(*found, dim=-1).min()) > 0.98
+    assert runner.kv_bytes_per_token == 2 * 2 * 2 * 10 * 2
+
+
 @torch.inference_mode()
 def test_ragged_blocks_do_not_touch_each_other() -> None:
     """Shorter blocks, one with a convolution, equal those of a backbone with that block size."""

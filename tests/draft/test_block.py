@@ -225,7 +225,7 @@ def test_a_tree_that_may_branch_does(target) -> None:
 def observed(drafter, target, text: list[int], max_draft_tokens: int, request_id: str = "a", **params) -> DraftRequest:
     """A request whose features before the anchor the drafter has seen."""
     table = list(range(40))
-    batch = ragged_batch([text[:-1]], [0], [table], [1], block_size=BLOCK, device=torch.device("cpu"))
+    batch = ragged_batch([text[:-1]], [0], [table], [1], block_size=BLOCK, device=target.device)
     features = target.forward(batch, target.new_cache(40, BLOCK), drafter.feature_layers).features
     drafter.observe([Observation(request_id, 0, features)])
     state = SamplingState(SamplingParams(seed=1, **params), text, vocab_size=target.config.vocab_size)
@@ -337,3 +337,21 @@ def test_what_does_not_fit_is_refused(target) -> None:
     other.config = replace(other.config, vocab_size=50)
     with pytest.raises(DrafterError, match="vocab_size is 50, the target's 101"):
         drafter_for(target, other)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["chain", "convolution", "reduced", "rnn", "lattice"])
+def test_cuda_drafts_as_the_cpu_does(tmp_path, name: str) -> None:
+    save_tiny(tmp_path, "llama", eos_token_id=None)
+    found = []
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(str(tmp_path), dtype="float32", device=device, skip_tokenizer_init=True)
+        target = load_model(config).model
+        drafter = drafter_for(target, block_model(target, **VARIANTS[name]))
+        found.append(
+            [drafter.propose([observed(drafter, target, [5, 17, 80, 3], 4, temperature=t)]) for t in (0.0, 1.0)]
+        )
+        drafter.release("a")
+    for cpu, cuda in zip(*found, strict=True):
+        assert torch.equal(cpu.token_ids, cuda.token_ids.cpu())
+        assert torch.allclose(cpu.probs.probs, cuda.probs.probs.cpu(), atol=1e-3)
