@@ -339,6 +339,67 @@ def test_what_does_not_fit_is_refused(target) -> None:
         drafter_for(target, other)
 
 
+@pytest.mark.parametrize(("corrector", "anchor_predicts"), [("chain", True), ("chain", False), ("gru", False)])
+def test_what_the_training_form_learns_is_accepted(target, corrector: str, anchor_predicts: bool) -> None:
+    """A few steps on the target's own greedy texts, teacher forced, make drafts for these texts that are
+    accepted: the two forms agree about which slot predicts what, given which tokens and features."""
+    length, num_candidates = 40, 12
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, greedy_texts(target, length), strict=True)]
+    texts = [torch.tensor(text[:length]) for text in texts]
+    tokens = torch.stack(texts)  # [B, S]
+    config = config_for(
+        target.config,
+        num_layers=1,
+        num_draft_tokens=GAMMA,
+        anchor_predicts=anchor_predicts,
+        corrector=corrector,
+        corrector_options={"num_candidates": num_candidates},
+    )
+    torch.manual_seed(0)
+    model = BlockModel(config).train()
+    model.bind(target.embed)
+    features = torch.stack([features_of(target, text.tolist(), config.target_layers) for text in texts])
+    anchors = torch.arange(2, length - GAMMA).expand(len(texts), -1)  # [B, A]
+    offsets = torch.arange(GAMMA)
+    rows = torch.arange(len(texts))[:, None, None]
+    previous = tokens[rows, anchors[..., None] + offsets]  # [B, A, γ], the token before each slot
+    truth = tokens[rows, anchors[..., None] + offsets + 1]
+    embeddings = target.embed(tokens.flatten()).reshape(len(texts), length, -1).clone()
+    anchor_embeddings = embeddings[torch.arange(len(texts))[:, None], anchors]
+    head = target.head.rows(torch.arange(target.config.vocab_size)).clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(60):
+        hidden = model.backbone(features, anchors, anchor_embeddings).flatten(0, 1)  # [B·A, γ, d]
+        unary = hidden @ head.T
+        top = unary.topk(num_candidates, dim=-1).indices
+        top = torch.cat([truth.flatten(0, 1)[..., None], top], -1)  # the truth is always among the candidates
+        scores = unary.gather(-1, top)
+        repeated = (top[..., 1:] == top[..., :1]).nonzero(as_tuple=True)
+        scores = scores.index_put((*repeated[:-1], repeated[-1] + 1), torch.tensor(float("-inf")))
+        corrected = model.corrector.teacher_forced(scores, hidden, previous.flatten(0, 1), top)
+        loss = torch.nn.functional.cross_entropy(unary.flatten(0, 1), truth.flatten())
+        loss = loss - corrected.log_softmax(-1)[..., 0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    drafter = drafter_for(target, model)
+    outputs, engine = generate(target, drafter, params)
+    assert tokens_of(outputs) == tokens_of(generate(target, None, params)[0])
+    assert engine.stats.mean_acceptance_length > 3.0
+
+
+def greedy_texts(target, length: int) -> list[list[int]]:
+    return tokens_of(generate(target, None, SamplingParams(temperature=0.0, max_tokens=length))[0])
+
+
+def features_of(target, text: list[int], layers) -> torch.Tensor:
+    """Concatenated features of a whole text [S, m·d]."""
+    blocks = list(range(-(-len(text) // BLOCK)))
+    batch = ragged_batch([text], [0], [blocks], [1], block_size=BLOCK, device=target.device)
+    return torch.cat(target.forward(batch, target.new_cache(len(blocks), BLOCK), layers).features, -1).clone()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["chain", "convolution", "reduced", "rnn", "lattice"])
 def test_cuda_drafts_as_the_cpu_does(tmp_path, name: str) -> None:

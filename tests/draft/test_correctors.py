@@ -147,6 +147,24 @@ def test_every_weight_learns(name: str, num_candidates: int | None) -> None:
         assert float(parameter.grad.abs().sum()) > 0, key
 
 
+@pytest.mark.parametrize("name", CORRECTORS)
+def test_columns_that_are_masked_out_leave_gradients_finite(name: str) -> None:
+    """As when the truth joins the candidates of a slot that has it already."""
+    corrector = build(name, WIDTH, confidence={}).train()
+    unary, hidden, anchor = inputs()
+    top = top_candidates(unary, WIDTH)
+    masked = top.scores.clone()
+    masked[..., 2] = -math.inf
+    previous = torch.cat([anchor[:, None], top.token_ids[:, :-1, 2]], 1)
+    scores = corrector.teacher_forced(masked, hidden, previous, top.token_ids)
+    assert bool((scores[..., 2] == -math.inf).all())
+    confidence = corrector.confidence_head(hidden, corrector.predecessor(previous), scores)
+    (scores.log_softmax(-1)[..., 0].sum() + confidence.sum()).backward()
+    for key, parameter in corrector.named_parameters():
+        assert parameter.grad is not None, key
+        assert bool(parameter.grad.isfinite().all()), key
+
+
 def one_step(name: str, corrector, hidden, token: int, embedding, state):
     """The bias of every token after `token`, [V], and the next state: the published formulas, one row at a
     time."""

@@ -66,8 +66,9 @@ class ChainCorrector(FirstOrder):
         return F.embedding(token_ids, self._tables[1]).float()
 
     def unary(self, unary_logits: Tensor) -> Tensor:
-        scaled = self.alpha[: unary_logits.shape[1], None] * unary_logits
-        return scaled.masked_fill(unary_logits == NEVER, NEVER)  # whatever the sign of α
+        never = unary_logits == NEVER  # whatever the sign of α, and without 0 · -inf in its gradient
+        scaled = self.alpha[: unary_logits.shape[1], None] * unary_logits.masked_fill(never, 0.0)
+        return scaled.masked_fill(never, NEVER)
 
     def edges(self, hidden: Tensor, previous: Tensor, candidates: Tensor | None, first_slot: int = 0) -> Tensor:
         scale = self.lambda_[first_slot : first_slot + hidden.shape[1], None]

@@ -47,8 +47,8 @@ class ConfidenceHead(nn.Module):
             parts.append(predecessor.to(hidden.dtype))
         if self.with_distribution:
             log_probs = scores.float().log_softmax(-1)
-            probs = log_probs.exp()
-            entropy = -torch.where(probs > 0, probs * log_probs, 0.0).sum(-1)
+            finite = log_probs.masked_fill(log_probs == float("-inf"), 0.0)  # also for the gradient
+            entropy = -(log_probs.exp() * finite).sum(-1)
             parts.append(torch.stack([log_probs.amax(-1), entropy], -1).to(hidden.dtype))
         return self.proj(torch.cat(parts, -1))[..., 0]
 
