@@ -1,8 +1,8 @@
 """The rules' exact output distributions, with every draw integrated out, not sampled.
 
-For drafts of two tokens over a small vocabulary the engine's own rule functions are called on every draft, and
-each decision's probability is read off by bisection on its draw. So even faults whose total variation is below 0.01, such
-as the token residual in place of the block residual, are seen.
+The engine's own rule functions are called on every draft of two tokens over a small vocabulary, and each decision's
+probability is read off by bisection on its draw. So even faults whose total variation is below 0.01, such as the token
+residual in place of the block residual, are seen.
 """
 
 from __future__ import annotations

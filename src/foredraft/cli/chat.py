@@ -39,7 +39,8 @@ def chat(
         config.speculative is None or config.speculative.method != "prediction",
         "--method prediction: a conversation has no predicted text; use another method",
     )
-    params = sampling.params()
+    # An answer may be as long as the context lasts, unless a limit was asked for.
+    params = sampling.params(**({"max_tokens": None} if sampling.max_tokens is None else {}))
     llm = loaded_llm(config)
     require(
         bool(llm.tokenizer.chat_template),

@@ -86,7 +86,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     except ForedraftError as error:
         return _fail(str(error), EXIT_USAGE)
     except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED  # reached in our own lines only; Typer turns it into the same status
     except (BrokenPipeError, _ReaderGoneError):
         # Python flushes stdout once more at exit; with nobody reading, that would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
