@@ -104,6 +104,8 @@ class EngineConfig:
             quarter of the free memory.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens in one target forward; longer prompts are prefilled in chunks.
+        invariant: every token's logits have the same bits in any company, so that greedy and seeded tokens do not
+            depend on drafts or batch mates in bfloat16 either. Free with our CPU kernels; elsewhere it costs batching.
         skip_tokenizer_init: for models without a tokenizer: prompts and outputs are token ids only.
     """
 
@@ -116,6 +118,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
+    invariant: bool = False
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     seed: int | None = None

@@ -33,7 +33,16 @@ FORMS = [
     "List five facts about {}:\n1.",
     "def describe():\n    # prints a text about {}\n    print(",
 ]
+MORE_FORMS = [
+    "What is {}?",
+    "Repeat the words {} ten times:",
+    "Here is a poem on {}.\n\n",
+    "Dear editor, I write to you about {}",
+    "{}: a dictionary entry",
+    "Q: Tell me about {}.\nA:",
+]
 PROMPTS = [form.format(topic) for topic in TOPICS for form in FORMS]
+HUNDRED = [form.format(topic) for topic in TOPICS for form in FORMS + MORE_FORMS]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +88,23 @@ def test_float32_is_token_identical_to_transformers(
         assert (llm.stats.num_accepted_tokens > 0) == (gamma > 0)
 
 
+def test_bfloat16_is_identical_over_a_hundred_prompts() -> None:
+    """The CPU kernels give a row the same bits in any company, so bfloat16 keeps to plain decoding's tokens too."""
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    llm = LLM("demo", max_model_len=256, max_num_seqs=25, invariant=True, speculative=speculative)
+    params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+    plain = llm.generate(HUNDRED, params, num_speculative_tokens=0)
+    drafted = llm.generate(HUNDRED, params)
+    for prompt, one, other in zip(HUNDRED, plain, drafted, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids, prompt
+    assert llm.stats.num_draft_tokens > 0
+
+
 def test_bfloat16_is_identical_with_any_drafts_and_batch_mates(draft_directory: Path) -> None:
-    """The CPU kernels give a row the same bits in any company, so even bfloat16 keeps to plain decoding's tokens."""
     speculative = SpeculativeConfig(model=str(draft_directory), num_speculative_tokens=7)
     llm = LLM("demo", dtype="bfloat16", max_model_len=256, max_num_seqs=10, speculative=speculative)
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    plain = [llm.generate(prompt, params, num_speculative_tokens=0)[0].outputs[0].token_ids for prompt in PROMPTS[:10]]
+    plain = [llm.generate(prompt, params, num_speculative_tokens=0)[0].outputs[0].token_ids for prompt in PROMPTS[:8]]
     for gamma in (0, 3, 7):
-        together = llm.generate(PROMPTS[:10], params, num_speculative_tokens=gamma)
+        together = llm.generate(PROMPTS[:8], params, num_speculative_tokens=gamma)
         assert [output.outputs[0].token_ids for output in together] == plain

@@ -97,6 +97,23 @@ def test_greedy_and_seeded_tokens_do_not_depend_on_drafts(directories, method: s
         assert drafted.stats.num_draft_tokens > 0
 
 
+def test_fifty_seeds_give_the_same_tokens_in_six_settings(directories) -> None:
+    prompts = [{"prompt_token_ids": PROMPTS[seed % 4]} for seed in range(50)]
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(50)]
+    plain = engine_on(directories, None, max_num_seqs=8)
+    expected = [
+        plain.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in zip(prompts, params, strict=True)
+    ]
+    assert token_ids(plain.generate(prompts, params)) == expected
+    for method, gamma in (("ngram", 3), ("draft_model", 5), ("draft_model/2", 6)):
+        llm = engine_on(directories, method, max_num_seqs=8)
+        assert token_ids(llm.generate(prompts, params, num_speculative_tokens=gamma)) == expected
+        assert llm.stats.num_draft_tokens > 0
+    alone = engine_on(directories, "draft_model")
+    for prompt, each, tokens in zip(prompts, params, expected, strict=True):
+        assert alone.generate(prompt, each)[0].outputs[0].token_ids == tokens
+
+
 def test_a_draft_model_that_is_the_target_is_always_accepted(directories) -> None:
     """What separates a broken path from a bad drafter: drafting for itself the target accepts everything."""
     llm = engine_on(directories, "self")

@@ -56,6 +56,10 @@ class EngineFlags:
     kv_cache_memory: Annotated[
         int | None, typer.Option(min=1, help="Bytes for the KV cache.", rich_help_panel=MODEL)
     ] = None
+    invariant: Annotated[
+        bool,
+        typer.Option("--invariant", help="The same bits for a token in any company.", rich_help_panel=MODEL),
+    ] = False
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL),

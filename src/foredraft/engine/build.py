@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from foredraft.config import EngineConfig, SpeculativeConfig
+from foredraft.config import EngineConfig, SpeculativeConfig, require
 from foredraft.draft.draft_model import DraftModelDrafter
 from foredraft.draft.drafter import Drafter
 from foredraft.draft.ngram import NgramDrafter
@@ -18,6 +18,8 @@ from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.step import Engine
 from foredraft.errors import ConfigError, DrafterError
 from foredraft.kv.pool import BlockPool, blocks_for
+from foredraft.models.decoder import TargetModel
+from foredraft.models.invariant import InvariantModel
 from foredraft.models.load import LoadedModel, load_model
 
 Progress = Callable[[int, int], None]
@@ -43,7 +45,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     Raises `ModelError`, `DrafterError` or `ConfigError`.
     """
     target = load_model(config, progress=progress)
-    model = target.model
+    model = _invariant(config, target.model)
     max_model_len = _context_length(config, model.config.max_model_len)
     draft = _draft_model(config, target, progress)
 
@@ -70,6 +72,17 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         bytes_per_block=bytes_per_block,
         drafter_name=_name(config.speculative),
     )
+
+
+def _invariant(config: EngineConfig, model: TargetModel) -> TargetModel:
+    """The target at one fixed shape, where that is asked for and not given anyway."""
+    if not config.invariant or model.is_row_invariant:
+        return model
+    require(
+        config.speculative is None or config.speculative.tree_width == 1,
+        "invariant: on this device it is for chains; leave tree_width at 1",
+    )
+    return InvariantModel(model)
 
 
 def _drafter(

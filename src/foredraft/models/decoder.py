@@ -124,6 +124,10 @@ class Decoder:
         """Whether a token's results have the same bits whatever else is in the forward, as our CPU kernels see to."""
         return isinstance(self._attention, NativeAttention)
 
+    def use_attention(self, attention: Attention) -> None:
+        """Attends with `attention` from now on."""
+        self._attention = attention
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights in memory; a tied head counts once."""
