@@ -63,7 +63,7 @@ def test_distributions_sum_to_one_within_the_support(logits: list[float], option
     options=truncations,
 )
 def test_distributions_are_the_definitions(logits: list[float], options: dict) -> None:
-    """Ties included, of which half-precision values have many. Cases on the very edge of top-p or min-p are left out."""
+    """Ties included, of which half-precision values have many. Cases on the edge of top-p or min-p are left out."""
     params = SamplingParams(**options)
     expected = distribution(np.array(logits), params, [0], [])
     nudged = [
