@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,8 +25,10 @@ from foredraft.draft.prediction import PredictionDrafter
 from foredraft.draft.proposal import DenseProbs, DraftProposal, SparseProbs
 from foredraft.engine.verifying import RATIO_RULES
 from foredraft.sampling.choose import sample
+from foredraft.sampling.grammar import GrammarState, Vocabulary
 from foredraft.sampling.noise import Stream, uniforms
-from foredraft.sampling.params import SamplingParams
+from foredraft.sampling.params import SamplingParams, StructuredOutputs
+from foredraft.sampling.state import SamplingState
 from foredraft.verify import block as block_module
 from foredraft.verify.block import verify_block
 from foredraft.verify.token import verify_token
@@ -96,6 +98,7 @@ def counts_of(
     num_samples: int = NUM_SAMPLES,
     bad_words: Sequence[Sequence[int]] = (),
     prediction: Sequence[int] = (0, 1, 2, 0),
+    prepare: Callable[[SamplingState], None] | None = None,
 ) -> Counter[tuple[int, ...]]:
     """Outputs of `num_samples` requests, decoded many at a time with different seeds."""
     model, num_blocks = target(), 3 * 500
@@ -116,6 +119,8 @@ def counts_of(
         assembled = factory.assemble(prompt, replace(params, max_tokens=LENGTH, seed=seed), None)
         requests += assembled.requests
         assembled.requests[0].state.bad_words = [list(word) for word in bad_words]
+        if prepare is not None:
+            prepare(assembled.requests[0].state)
         engine.add(assembled.requests[0])
     while engine.scheduler.has_unfinished:
         engine.step()
@@ -123,7 +128,11 @@ def counts_of(
     return Counter(tuple(request.output_token_ids) for request in requests)
 
 
-def expected_joint(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> dict[tuple[int, ...], float]:
+def expected_joint(
+    params: SamplingParams,
+    bad_words: Sequence[Sequence[int]] = (),
+    allowed: Callable[[Sequence[int]], set[int]] | None = None,
+) -> dict[tuple[int, ...], float]:
     """Outputs end early after a stop id, so shorter ones are summed from the full ones."""
     model = target()
     cache: dict[tuple[int, ...], object] = {}
@@ -131,7 +140,7 @@ def expected_joint(params: SamplingParams, bad_words: Sequence[Sequence[int]] = 
     def after(output: tuple[int, ...]):
         if output not in cache:
             logits = model.next_logits([*PROMPT, *output]).numpy()
-            cache[output] = distribution(logits, params, PROMPT, output, bad_words=bad_words)
+            cache[output] = distribution(logits, params, PROMPT, output, bad_words=bad_words, allowed=allowed)
         return cache[output]
 
     result: dict[tuple[int, ...], float] = {}
@@ -178,6 +187,38 @@ def test_bad_words(verification: str) -> None:
     params = SamplingParams(temperature=1.1)
     counts = counts_of(params, verification=verification, bad_words=words)
     assert p_value(counts, expected_joint(params, words)) > LIKELY
+
+
+def after_grammar(output: Sequence[int]) -> set[int]:
+    """What may follow under a*b?[cd]+, by its automaton; 4 is the end of the text."""
+    moves = {
+        "start": {0: "start", 1: "b", 2: "cd", 3: "cd"},
+        "b": {2: "cd", 3: "cd"},
+        "cd": {2: "cd", 3: "cd", 4: "end"},
+    }
+    state = "start"
+    for token in output:
+        state = moves.get(state, {4: "end"}).get(token, "nowhere")
+    return set(moves.get(state, {4: "end"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "verification"),
+    [
+        *((kind, rule) for kind in DRAFTERS for rule in ("token", "coupled")),
+        ("draft_model", "block"),
+        ("ngram", "block"),
+    ],
+)
+def test_grammars(kind: str, verification: str) -> None:
+    params = SamplingParams(temperature=1.2, frequency_penalty=0.4, stop_token_ids=[4])
+    vocabulary = Vocabulary([b"a", b"b", b"c", b"d", b""], [4], [4])
+
+    def constrain(state) -> None:
+        state.grammar = GrammarState(StructuredOutputs(regex="a*b?[cd]+"), vocabulary)
+
+    counts = counts_of(params, kind=kind, verification=verification, num_samples=2500, prepare=constrain)
+    assert p_value(counts, expected_joint(params, allowed=after_grammar)) > LIKELY
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3, 7])

@@ -23,8 +23,8 @@ from foredraft.models.decoder import ForwardOutput, TargetModel
 from foredraft.sampling.logprobs import Logprob
 
 NAN_MESSAGE = (
-    "the target's logits are not numbers (NaN) at this request's position: the weights or the dtype are at fault; "
-    "try dtype float32"
+    "there is no distribution at this request's position: the target's logits are not numbers (NaN), or the request's "
+    "own constraints leave no token; try dtype float32, or looser constraints"
 )
 
 

@@ -134,6 +134,10 @@ class SamplingParams:
             "typical_p: not supported, since it has no place among the transforms that vLLM and OpenAI define; "
             "use min_p or top_p",
         )
+        _require(
+            self.structured_outputs is None or not self.ignore_eos,
+            "ignore_eos: a structured output ends when its grammar does; leave one of the two out",
+        )
         _require(self.detokenize or not self.stop_strings, "stop: stop strings need detokenize=True")
 
     @property
