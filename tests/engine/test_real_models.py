@@ -79,7 +79,7 @@ def test_after_any_mix_of_rejections_the_cache_is_one_built_from_scratch(directo
                     llm.engine.cache.read(layer, slots), fresh.read(layer, torch.arange(count)), strict=True
                 ):
                     assert torch.equal(kept, right) if llm.is_row_invariant else torch.allclose(kept, right, atol=1e-4)
-    assert rejected > 0
+    assert (rejected > 0) == (method != "self")  # a target that drafts for itself is never rejected
 
 
 @pytest.mark.parametrize("method", METHODS)
