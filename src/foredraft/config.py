@@ -121,7 +121,6 @@ class EngineConfig:
     invariant: bool = False
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
-    seed: int | None = None
     speculative: SpeculativeConfig | None = field(default=None)
 
     def __post_init__(self) -> None:
