@@ -63,9 +63,10 @@ def understated_q(proposal: DraftProposal) -> DraftProposal:
 
 
 def leaking_cut(proposal: DraftProposal) -> DraftProposal:
-    """Ends a draft before the first token that the drafter itself held improbable: a cut by the value of the very token
-    that is cut."""
-    improbable = draft_probs_at_tokens(proposal) < 0.3
+    """Ends a draft before the first token less probable than its drafter's draws are on average: a cut by the value of
+    the very token that is cut."""
+    average = proposal.probs.probs.double().square().sum(-1)  # [B, γ]
+    improbable = draft_probs_at_tokens(proposal) < average
     kept = (improbable.int().cumsum(-1) == 0).sum(-1)
     return replace(proposal, lengths=torch.minimum(proposal.lengths, kept))
 
