@@ -15,7 +15,7 @@ setup(
     ext_modules=[
         Extension(
             f"foredraft.models._cpu_{level}",
-            ["src/foredraft/models/csrc/kernels.c"],
+            [f"src/foredraft/models/csrc/{name}.c" for name in ("kernels", "amx")],
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

@@ -5,14 +5,19 @@ Knows no torch: the command line imports this before anything heavy, so that a w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from foredraft.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("draft_model", "ngram", "prediction")
+METHODS = ("block", "draft_model", "ngram", "prediction")
 VERIFICATIONS = ("token", "block", "coupled")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+DEMO = "demo"
+BLOCK_ARCHITECTURE = "ForedraftBlockDrafter"
+"""How a block drafter's `config.json` names itself."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -37,14 +42,18 @@ class SpeculativeConfig:
     """How drafts are made and verified.
 
     Args:
-        method: `draft_model` (a smaller causal LM), `ngram` (prompt lookup), `prediction` (the text a client sends).
-            None means `draft_model` when `model` is given, else `ngram`.
-        model: the draft model: a directory, a hub id or a `.gguf` file; only with `draft_model`.
+        method: `block` (a block-parallel drafter), `draft_model` (a smaller causal LM), `ngram` (prompt lookup),
+            `prediction` (the text a client sends). None: what `model`'s own configuration says when it is given;
+            else `block` for the target `demo`, whose drafter is shipped, and `ngram` for others.
+        model: the drafter's directory for `block` (None: the one shipped for the target), or the draft model: a
+            directory, a hub id or a `.gguf` file.
         num_speculative_tokens: γ, draft tokens proposed per step, at least 1.
         verification: `token`, `block` or `coupled`. None means `coupled` for requests with a seed, else `block`.
         prompt_lookup_max, prompt_lookup_min: longest and shortest suffix that `ngram` looks up, in tokens.
         tree_width: tokens drafted for each position; above 1 the draft is a tree of at most `num_speculative_tokens`
-            nodes. For `draft_model` and `ngram`.
+            nodes, for `block` the best such tree whatever the width. Not for `prediction`.
+        corrector: `none` runs a block drafter's backbone uncorrected; None takes the drafter's own corrector, and
+            its name may be given, too.
     """
 
     method: str | None = None
@@ -54,12 +63,13 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     tree_width: int = 1
+    corrector: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method is None:
-            object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
-        assert self.method is not None
-        require_choice("method", self.method, METHODS)
+        if self.method is None and self.model is not None:
+            object.__setattr__(self, "method", _method_of(self.model))
+        if self.method is not None:
+            require_choice("method", self.method, METHODS)
         require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         if self.verification is not None:
             require_choice("verification", self.verification, VERIFICATIONS)
@@ -76,7 +86,7 @@ class SpeculativeConfig:
         )
         require(
             self.tree_width == 1 or self.method != "prediction",
-            "tree_width: a prediction is one text, not a tree; use draft_model or ngram",
+            "tree_width: a prediction is one text, not a tree; use another method",
         )
         require(
             self.tree_width == 1 or self.verification != "block",
@@ -84,10 +94,29 @@ class SpeculativeConfig:
         )
         if self.method == "draft_model":
             require(self.model is not None, "method draft_model needs a draft model: give model= (--speculative-model)")
-        else:
-            require(
-                self.model is None, f"method {self.method} takes no draft model, but model={self.model!r} was given"
-            )
+        require(
+            self.model is None or self.method in ("block", "draft_model"),
+            f"method {self.method} takes no draft model, but model={self.model!r} was given",
+        )
+        require(
+            self.corrector is None or self.method in ("block", None),
+            f"corrector: method {self.method} has none; it is for method block",
+        )
+
+    def resolved(self, target: str) -> SpeculativeConfig:
+        """This configuration with a method, when it was left to the target."""
+        if self.method is not None:
+            return self
+        return replace(self, method="block" if target == DEMO else "ngram")
+
+
+def _method_of(model: str) -> str:
+    """`block` for the directory of a block drafter, by its own configuration; else `draft_model`."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return "block" if BLOCK_ARCHITECTURE in found["architectures"] else "draft_model"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "draft_model"  # a hub id or a file; what is wrong with a directory is told when it is loaded
 
 
 @dataclass(frozen=True)
@@ -124,6 +153,8 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = field(default=None)
 
     def __post_init__(self) -> None:
+        if self.speculative is not None:
+            object.__setattr__(self, "speculative", self.speculative.resolved(self.model))
         require_choice("dtype", self.dtype, DTYPES)
         require(
             self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foredraft.sampling.params import SamplingParams
 
 Dtype = Literal["bfloat16", "float32"]
-Method = Literal["ngram", "draft_model", "prediction"]
+Method = Literal["block", "ngram", "draft_model", "prediction"]
 Verification = Literal["token", "block", "coupled"]
 
 MODEL = "Model and engine"
@@ -74,10 +74,12 @@ class EngineFlags:
 class SpeculativeFlags:
     """How drafts are made and verified: single flags, or all of it as vLLM's JSON."""
 
-    method: Annotated[Method | None, typer.Option(help="Who drafts; ngram.", rich_help_panel=SPECULATION)] = None
+    method: Annotated[
+        Method | None, typer.Option(help="Who drafts; block for demo, else ngram.", rich_help_panel=SPECULATION)
+    ] = None
     speculative_model: Annotated[
         str | None,
-        typer.Option(help="The draft model, for --method draft_model.", rich_help_panel=SPECULATION),
+        typer.Option(help="The draft model or block drafter; its config tells which.", rich_help_panel=SPECULATION),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,
@@ -101,6 +103,10 @@ class SpeculativeFlags:
     tree_width: Annotated[
         int | None,
         typer.Option(min=1, help="Drafts for each position; above 1 drafts are trees.", rich_help_panel=SPECULATION),
+    ] = None
+    corrector: Annotated[
+        str | None,
+        typer.Option(help="block: none drafts without correction; the drafter's own.", rich_help_panel=SPECULATION),
     ] = None
     speculative_config: Annotated[
         str | None,

@@ -41,25 +41,35 @@ class Attention(nn.Module):
             x: [B, A, n, d], blocks of A anchors.
             context: [B, S, d].
             rotary: of both.
-            visible: [B, A, S] bool, the context of each anchor.
+            visible: [B, 1, A·n, S + A·n] bool, from `visible_keys`.
         """
         batch, anchors, inputs, _ = x.shape
         heads, shared, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         q = rotary.block(_normed(self.q_proj(x).reshape(batch, anchors, inputs, heads, size), self.q_norm))
         k_block = rotary.block(_normed(self.k_proj(x).reshape(batch, anchors, inputs, shared, size), self.k_norm))
-        v_block = self.v_proj(x).reshape(batch, anchors, inputs, shared, size)
         k_context = rotary.context(_normed(self.k_proj(context).reshape(batch, -1, shared, size), self.k_norm))
-        v_context = self.v_proj(context).reshape(batch, -1, shared, size)
+        keys = torch.cat([k_context, k_block.flatten(1, 2)], 1).transpose(1, 2)  # [B, Hkv, S + A·n, D]
+        values = torch.cat([self.v_proj(context), self.v_proj(x).flatten(1, 2)], 1)
+        values = values.reshape(batch, -1, shared, size).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(
+            q.flatten(1, 2).transpose(1, 2), keys, values, attn_mask=visible, enable_gqa=True
+        )
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, anchors, inputs, heads * size))
 
-        q = q.reshape(batch, anchors, inputs, shared, heads // shared, size) * size**-0.5
-        to_context = torch.einsum("banhgd,bshd->bahgns", q, k_context)
-        to_context = to_context.masked_fill(~visible[:, :, None, None, None], float("-inf"))
-        to_block = torch.einsum("banhgd,bamhd->bahgnm", q, k_block)
-        weights = torch.cat([to_context, to_block], -1).float().softmax(-1).to(x.dtype)
-        on_context, on_block = torch.split(weights, [to_context.shape[-1], inputs], dim=-1)
-        mixed = torch.einsum("bahgns,bshd->banhgd", on_context, v_context)
-        mixed = mixed + torch.einsum("bahgnm,bamhd->banhgd", on_block, v_block)
-        return self.o_proj(mixed.reshape(batch, anchors, inputs, heads * size))
+
+def visible_keys(anchors: Tensor, length: int, inputs: int) -> Tensor:
+    """What each input of a packed batch sees [B, 1, A·n, S + A·n]: the context before its anchor, and its own block.
+
+    Args:
+        anchors: [B, A] positions.
+        length: S, of the context.
+        inputs: n, of a block.
+    """
+    batch, count = anchors.shape
+    before = torch.arange(length, device=anchors.device) < anchors[..., None]  # [B, A, S]
+    own = torch.eye(count, dtype=torch.bool, device=anchors.device).repeat_interleave(inputs, 1)  # [A, A·n]
+    rows = torch.cat([before, own.expand(batch, -1, -1)], -1).repeat_interleave(inputs, 1)
+    return rows[:, None]
 
 
 class Mlp(nn.Module):
@@ -144,8 +154,7 @@ class Backbone(nn.Module):
         x = torch.cat([anchor_embeddings[:, :, None], masks], 2)  # [B, A, n, d]
         context = self.context(features)
         rotary = Rotary(config, anchors, features.shape[1])
-        positions = torch.arange(features.shape[1], device=features.device)
-        visible = positions < anchors[..., None]  # [B, A, S]
+        visible = visible_keys(anchors, features.shape[1], config.block_size)
         for layer in self.layers:
             x = layer(x, context, rotary, visible)
         return self.norm(x)[:, :, config.first_predicting :]

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from foredraft.config import BLOCK_ARCHITECTURE as ARCHITECTURE
 from foredraft.errors import DrafterError
 from foredraft.models.config import ModelConfig
 from foredraft.models.rope import RopeConfig
-
-ARCHITECTURE = "ForedraftBlockDrafter"
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,11 @@ class BlockConfig:
     def num_draft_tokens(self) -> int:
         """γ, the most drafts of a block."""
         return self.block_size if self.anchor_predicts else self.block_size - 1
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that one token of context takes in the drafter's cache, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
     def first_predicting(self) -> int:

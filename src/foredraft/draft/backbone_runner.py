@@ -89,8 +89,7 @@ class BackboneRunner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token takes in the context cache, over all layers."""
-        config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        return self.config.kv_values_per_token * self.dtype.itemsize
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """An empty context cache with the geometry of the target's block tables."""

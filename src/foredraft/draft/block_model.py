@@ -7,13 +7,14 @@ have one.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.draft.backbone import Backbone
-from foredraft.draft.backbone_config import BlockConfig, from_json, to_json
+from foredraft.draft.backbone_config import BlockConfig, from_json, to_json, with_corrector
 from foredraft.draft.correctors import Sizes, make_corrector
 from foredraft.draft.correctors.corrector import Embed
 from foredraft.errors import DrafterError
@@ -54,6 +55,13 @@ class BlockModel(nn.Module):
             own = name.startswith("confidence_head.")
             named[name if own else self.corrector.prefix + name] = value
         return named
+
+
+def uncorrected(model: BlockModel) -> BlockModel:
+    """The same backbone without its corrector: the baseline that a corrector is measured against."""
+    bare = BlockModel(replace(with_corrector(model.config, "none"), confidence=None), model.draft_ids)
+    bare.backbone.load_state_dict(model.backbone.state_dict())
+    return bare.eval()
 
 
 def save_block_model(model: BlockModel, directory: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from foredraft.config import EngineConfig, SpeculativeConfig, require
+from foredraft.draft.backbone_config import check_length
+from foredraft.draft.block import BlockDrafter
+from foredraft.draft.block_model import BlockModel, load_block_model, uncorrected
 from foredraft.draft.draft_model import DraftModelDrafter
 from foredraft.draft.drafter import Drafter
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.draft.prediction import PredictionDrafter
+from foredraft.draft.shipped import SHIPPED_NAME, shipped_drafter
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.step import Engine
 from foredraft.errors import ConfigError, DrafterError
 from foredraft.kv.pool import BlockPool, blocks_for
-from foredraft.models.decoder import TargetModel
+from foredraft.models.decoder import Decoder, TargetModel
 from foredraft.models.invariant import InvariantModel
 from foredraft.models.load import LoadedModel, load_model
 
@@ -48,8 +53,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     model = _invariant(config, target.model)
     max_model_len = _context_length(config, model.config.max_model_len)
     draft = _draft_model(config, target, progress)
+    block_model = _block_model(config.speculative, model)
 
     bytes_per_token = model.kv_bytes_per_token + (draft.model.kv_bytes_per_token if draft else 0)
+    bytes_per_token += block_model.config.kv_values_per_token * model.dtype.itemsize if block_model else 0
     bytes_per_block = bytes_per_token * config.block_size
     num_blocks = _num_blocks(config, max_model_len, bytes_per_block, model.device)
     scheduler = Scheduler(
@@ -61,7 +68,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     )
     drafter = None
     if config.speculative is not None:
-        drafter = _drafter(config.speculative, draft, num_blocks, config.block_size, model.config.vocab_size)
+        drafter = _drafter(config.speculative, model, draft, block_model, num_blocks, config.block_size)
     engine = Engine(model, model.new_cache(num_blocks, config.block_size), scheduler, drafter)
     return Built(
         engine=engine,
@@ -86,11 +93,19 @@ def _invariant(config: EngineConfig, model: TargetModel) -> TargetModel:
 
 
 def _drafter(
-    speculative: SpeculativeConfig, draft: LoadedModel | None, num_blocks: int, block_size: int, vocab_size: int
+    speculative: SpeculativeConfig,
+    target: TargetModel,
+    draft: LoadedModel | None,
+    block_model: BlockModel | None,
+    num_blocks: int,
+    block_size: int,
 ) -> Drafter:
+    if block_model is not None:
+        assert isinstance(target, Decoder)
+        return BlockDrafter(block_model, target, num_blocks, block_size, tree=speculative.tree_width > 1)
     if draft is not None:
         cache = draft.model.new_cache(num_blocks, block_size)
-        return DraftModelDrafter(draft.model, cache, vocab_size, speculative.tree_width)
+        return DraftModelDrafter(draft.model, cache, target.config.vocab_size, speculative.tree_width)
     if speculative.method == "prediction":
         return PredictionDrafter()
     return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max, speculative.tree_width)
@@ -99,8 +114,9 @@ def _drafter(
 def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress | None) -> LoadedModel | None:
     """The draft model, checked to speak the target's vocabulary."""
     speculative = config.speculative
-    if speculative is None or speculative.model is None:
+    if speculative is None or speculative.method != "draft_model":
         return None
+    assert speculative.model is not None
     draft = load_model(config, path=speculative.model, progress=progress)
     if target.tokenizer is not None and draft.tokenizer is not None:
         differences = target.tokenizer.first_differences(draft.tokenizer)
@@ -117,6 +133,27 @@ def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress |
             "target's family"
         )
     return draft
+
+
+def _block_model(speculative: SpeculativeConfig | None, target: TargetModel) -> BlockModel | None:
+    """The block drafter, checked against the target and the drafts that are asked of it."""
+    if speculative is None or speculative.method != "block":
+        return None
+    if not isinstance(target, Decoder):
+        raise DrafterError(
+            "method block: this target runs through transformers or at a fixed shape, where a block drafter cannot "
+            "reach its embedding and head; use ngram or draft_model"
+        )
+    directory = shipped_drafter() if speculative.model is None else Path(speculative.model).expanduser()
+    model = load_block_model(directory)
+    if speculative.tree_width == 1:
+        check_length(model.config, speculative.num_speculative_tokens, str(directory))
+    own = model.config.corrector
+    if speculative.corrector == "none":
+        return uncorrected(model)
+    if speculative.corrector not in (None, own):
+        raise DrafterError(f"corrector: {directory} has {own}, not {speculative.corrector}; use {own} or none")
+    return model
 
 
 def _context_length(config: EngineConfig, own: int) -> int:
@@ -151,4 +188,6 @@ def _free_memory(device: torch.device) -> int:
 def _name(speculative: SpeculativeConfig | None) -> str | None:
     if speculative is None:
         return None
+    if speculative.method == "block" and speculative.model is None:
+        return SHIPPED_NAME
     return speculative.model or speculative.method

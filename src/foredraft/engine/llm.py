@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from foredraft.config import EngineConfig, SpeculativeConfig
@@ -74,6 +75,33 @@ class LLM:
         self._run(assembled, progress)
         return [each.output() for each in assembled]
 
+    def generate_as_finished(
+        self, prompts: Iterable[tuple[Prompt, SamplingParams]], *, num_speculative_tokens: int | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Completes a stream of prompts, keeping the batch full; yields (place in the stream, output) as each ends.
+
+        Prompts are taken as places come free, so a stream may be longer than memory. Closing the iterator aborts what
+        runs.
+        """
+        incoming = enumerate(prompts)
+        running: dict[int, Assembled] = {}
+        try:
+            while True:
+                room = self.config.max_num_seqs - sum(len(each.requests) for each in running.values())
+                for index, (prompt, params) in itertools.islice(incoming, max(0, room)):
+                    running[index] = self._factory.assemble(prompt, params, num_speculative_tokens)
+                    for request in running[index].requests:
+                        self.engine.add(request)
+                if not running:
+                    return
+                self.engine.step()
+                for index in [i for i, each in running.items() if all(r.finished for r in each.requests)]:
+                    yield index, running.pop(index).output()
+        finally:
+            for assembled in running.values():
+                for request in assembled.requests:
+                    self.engine.abort(request)
+
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -123,6 +151,10 @@ class LLM:
     ) -> Iterator[StreamedText]:
         """Answers one conversation, piece by piece."""
         return self.stream(self._factory.rendered(messages, **template_options), params)
+
+    def rendered(self, messages: Messages, **template_options: Any) -> Prompt:
+        """A conversation as a prompt, by the model's chat template."""
+        return self._factory.rendered(messages, **template_options)
 
     def _run(self, assembled: Sequence[Assembled], progress: Progress | None) -> None:
         requests = [request for each in assembled for request in each.requests]

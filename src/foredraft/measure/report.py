@@ -41,7 +41,7 @@ def bench_json(run: BenchRun, llm: LLM) -> dict[str, Any]:
         "model": llm.config.model,
         "drafter": llm.drafter_name,
         "method": speculative.method,
-        "corrector": None,
+        "corrector": getattr(llm.engine.drafter, "corrector", None),
         "verification": speculative.verification or ("block" if run.params.seed is None else "coupled"),
         "dtype": llm.config.dtype,
         "device": str(llm.model.device),

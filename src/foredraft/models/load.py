@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from foredraft.config import EngineConfig, require
+from foredraft.config import DEMO, EngineConfig, require
 from foredraft.errors import ConfigError, ModelError
 from foredraft.models.config import FAMILIES, ModelConfig, read_model_config, token_ids
 from foredraft.models.decoder import TargetModel
@@ -23,7 +23,7 @@ from foredraft.models.gguf_file import GGUFFile
 from foredraft.models.gguf_tokenizer import tokenizer_from_gguf
 from foredraft.models.hf import load_hf_model
 from foredraft.models.tokenizer import Tokenizer, tokenizer_from_directory
-from foredraft.models.weights import Progress, build_decoder, open_weights, read_json
+from foredraft.models.weights import Progress, Weights, build_decoder, open_weights, read_json
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files fetched for a hub id; no pickles, no code."""
@@ -100,6 +100,19 @@ def load_model(
     return LoadedModel(model, tokenizer, found, model.config.eos_token_ids)
 
 
+def open_model_weights(model: str) -> Weights:
+    """The checkpoint that a name means, to read single tensors from under their Hugging Face names.
+
+    Raises `ModelError` as `load_model` does, and for architectures that only transformers runs.
+    """
+    found = find_model(model)
+    if found.is_file():
+        return open_gguf(GGUFFile(found))[1]
+    if not _is_native(_read_config(found), found):
+        raise ModelError(f"{model}: its layers are not the decoder's own, so they cannot be read one by one")
+    return open_weights(found)
+
+
 def resolve_device(device: str) -> torch.device:
     """`auto` is CUDA where there is one; `ConfigError` when the device named is not there."""
     if device == "auto":
@@ -120,7 +133,7 @@ def find_model(model: str) -> Path:
     Raises:
         ModelError: there is no such directory or file, or the hub id is neither cached nor to be had.
     """
-    if model == "demo":
+    if model == DEMO:
         return demo_path()
     path = Path(model).expanduser()
     if path.suffix == ".gguf":

@@ -1,12 +1,14 @@
 """Loads the C kernels (`csrc/kernels.c`) for this machine's instruction set.
 
-`FOREDRAFT_NATIVE=0` switches them off; `why_not` says what keeps them from being used. They run on torch's own OpenMP
-threads, since torch's libgomp is already in the process when they are loaded.
+`FOREDRAFT_NATIVE=0` switches them off, `FOREDRAFT_AMX=0` only those for Intel's tile unit; `why_not` says what keeps
+them from being used. They run on torch's own OpenMP threads, since torch's libgomp is already in the process when they
+are loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from pathlib import Path
 
@@ -58,6 +60,10 @@ _SIGNATURES = {
     "fd_attention_bf16": _ATTENTION,
 }
 
+_AMX_SIGNATURES = {"fd_gemm_amx": _GEMM, "fd_pack_amx": _PACK, "fd_rows_amx": _ROWS}
+AMX = "amx"
+"""Suffix of the matrix kernels for Intel's tile unit, on weights in bfloat16."""
+
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The storage types that kernels exist for."""
 
@@ -80,7 +86,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.fd_packed_size.argtypes, library.fd_packed_size.restype = [_INT, _INT], _LONG
+    sizes = ["fd_packed_size"]
+    if hasattr(library, "fd_gemm_amx"):
+        for name, arguments in _AMX_SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        sizes.append("fd_packed_size_amx")
+    for name in sizes:
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_INT, _INT], _LONG
     return library, ""
 
 
@@ -90,6 +104,14 @@ _library, why_not = _load()
 def available() -> bool:
     """Whether the kernels can be used on this machine."""
     return _library is not None
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether this process may use the tile unit; `FOREDRAFT_AMX=0` says no."""
+    if _library is None or not hasattr(_library, "fd_gemm_amx") or os.environ.get("FOREDRAFT_AMX") == "0":
+        return False
+    return bool(_library.fd_amx_available())
 
 
 def library() -> ctypes.CDLL:
