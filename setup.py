@@ -15,7 +15,7 @@ setup(
     ext_modules=[
         Extension(
             f"foredraft.models._cpu_{level}",
-            [f"src/foredraft/models/csrc/{name}.c" for name in ("kernels", "amx")],
+            [f"src/foredraft/models/csrc/{name}.c" for name in ("kernels", "amx", "layer")],
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

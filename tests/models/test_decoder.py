@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.config import EngineConfig
 from foredraft.errors import ModelError
+from foredraft.models import native
 from foredraft.models.decoder import Decoder, truncated
 from foredraft.models.load import load_model
 
@@ -152,7 +153,14 @@ def test_bfloat16_stays_near_float32(family, tmp_path):
     assert difference(got, want) > 0  # it is not float32 in disguise
     assert model.kv_bytes_per_token == 2 * 3 * 2 * 10 * 2
     in_float32 = load(tmp_path).weight_bytes
-    assert in_float32 / 2 <= model.weight_bytes < in_float32 * 0.52  # norms stay in float32 on the CPU
+    inputs = [
+        model.config.hidden_size,
+        model.config.num_heads * model.config.head_dim,
+        model.layers[0].down.in_features,
+    ]
+    # Tiles hold 32 inputs, so odd sizes are padded.
+    padding = max(-(-size // 32) * 32 / size for size in inputs) if native.has_amx() else 1.0
+    assert in_float32 / 2 <= model.weight_bytes < in_float32 * 0.52 * padding  # norms stay in float32 on the CPU
 
 
 def test_dynamic_rope_past_the_trained_length_equals_transformers_token_by_token(tmp_path):

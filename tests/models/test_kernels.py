@@ -44,13 +44,26 @@ def test_openmp_is_torchs_own() -> None:
     assert len(loaded) == 1
 
 
+@pytest.fixture(params=[True, False], ids=["amx", "no-amx"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the tile unit multiplies; where there is one, its absence is tested, too."""
+    if request.param and not native.has_amx():
+        pytest.skip("this processor has no tile unit")
+    monkeypatch.setattr(native, "has_amx", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (7, 33), (16, 7), (50, 64), (129, 257)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 7, 13, 64, 200])
-def test_linear_equals_float64(dtype, out_features: int, in_features: int, num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 7, 13, 16, 17, 32, 33, 64, 200])
+def test_linear_equals_float64(dtype, out_features: int, in_features: int, num_rows: int, tiles: bool) -> None:
     weight, bias = random(out_features, in_features).to(dtype), random(out_features, seed=1)
     x, residual = random(num_rows, in_features, seed=2), random(num_rows, out_features, seed=3)
     linear = NativeLinear(weight, bias)
+    if tiles and dtype is torch.bfloat16:
+        x = x.bfloat16().float()  # what a tile holds; the kernel rounds just so
+        unrounded = x * (1 + 2.0**-10)
+        assert torch.equal(linear(unrounded, residual), linear(x, residual))
     expected = x.double() @ weight.double().T + bias.double() + residual.double()
     # The forward error bound of a sum of n float32 products: n · 2⁻²⁴ times the sum of their magnitudes.
     magnitude = x.double().abs() @ weight.double().abs().T + bias.double().abs() + residual.double().abs()
@@ -62,14 +75,15 @@ def test_linear_equals_float64(dtype, out_features: int, in_features: int, num_r
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_reads_strided_rows(dtype) -> None:
+def test_linear_reads_strided_rows(dtype, tiles: bool) -> None:
     weight, wide = random(20, 12).to(dtype), random(5, 40, seed=1)
-    x = wide[:, 8:20]
+    x = wide[:, 8:20].bfloat16().float()
+    x = torch.cat([x, x], 1)[:, 12:]
     torch.testing.assert_close(NativeLinear(weight, None)(x), x @ weight.float().T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company(dtype, threads: int) -> None:
+def test_a_row_has_the_same_bits_in_any_company(dtype, threads: int, tiles: bool) -> None:
     linear = NativeLinear(random(70, 100).to(dtype), random(70, seed=1))
     x = random(150, 100, seed=2)
     alone = torch.cat([linear(x[i : i + 1]) for i in range(len(x))])
@@ -96,7 +110,8 @@ def test_a_row_that_is_not_a_number_stays_alone(dtype) -> None:
     assert torch.equal(dirty[keep], clean[keep])
 
 
-def test_bfloat16_linear_is_exactly_its_widened_weights() -> None:
+def test_bfloat16_linear_is_exactly_its_widened_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_amx", lambda: False)  # tiles round what comes in, too
     weight = random(40, 30).bfloat16()
     x = random(6, 30, seed=1)
     assert torch.equal(NativeLinear(weight, None)(x), NativeLinear(weight.float(), None)(x))

@@ -97,10 +97,7 @@ class NativeAttention:
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        struct = self._struct
-        if self._batch is not batch:  # once a forward, not once a layer
-            self._batch = batch
-            fill_batch_struct(struct, batch, q, k, cache.block_size)
+        struct = self.struct(batch, q.shape[1], k.shape[1], q.shape[2], cache.block_size)
         struct.scale, struct.window = scale, sliding_window or 0
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
         self._run(
@@ -117,8 +114,17 @@ class NativeAttention:
         )
         return out
 
+    def struct(self, batch: ForwardBatch, heads: int, kv_heads: int, dim: int, block_size: int) -> native.BatchStruct:
+        """The kernels' view of `batch`, filled once a forward, not once a layer."""
+        if self._batch is not batch:
+            self._batch = batch
+            _fill(self._struct, batch)
+            self._struct.heads, self._struct.kv_heads, self._struct.dim = heads, kv_heads, dim
+            self._struct.block = block_size
+        return self._struct
 
-def fill_batch_struct(struct: native.BatchStruct, batch: ForwardBatch, q: Tensor, k: Tensor, block_size: int) -> None:
+
+def _fill(struct: native.BatchStruct, batch: ForwardBatch) -> None:
     """Points `struct` at the tensors of `batch`, which must outlive its use."""
     struct.query_start = batch.query_start_loc.data_ptr()
     struct.seq_lens = batch.seq_lens.data_ptr()
@@ -129,8 +135,7 @@ def fill_batch_struct(struct: native.BatchStruct, batch: ForwardBatch, q: Tensor
     struct.tree = None if batch.tree_mask is None else batch.tree_mask.data_ptr()
     struct.tree_stride = 0 if batch.tree_mask is None else batch.tree_mask.stride(0)
     struct.requests, struct.tokens = len(batch.seq_lens), len(batch.input_ids)
-    struct.heads, struct.kv_heads, struct.dim = q.shape[1], k.shape[1], q.shape[2]
-    struct.block, struct.threads = block_size, torch.get_num_threads()
+    struct.threads = torch.get_num_threads()
 
 
 def visible(batch: ForwardBatch, begin: int, end: int, length: int, sliding_window: int | None) -> Tensor:

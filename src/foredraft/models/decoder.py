@@ -19,6 +19,7 @@ from foredraft.kv.cache import KVCache
 from foredraft.models.attention import Attention, NativeAttention, make_attention
 from foredraft.models.batch import ForwardBatch
 from foredraft.models.config import ModelConfig
+from foredraft.models.fused import FusedLayers
 from foredraft.models.linear import Linear
 from foredraft.models.ops import apply_rope, rms_norm, silu_mul
 from foredraft.models.rope import rope_tables
@@ -116,6 +117,9 @@ class Decoder:
         self.cos, self.sin = rope or rope_tables(config.rope, config.max_model_len, device)
         self._attention: Attention = make_attention(device, dtype)
         kv_size = config.num_kv_heads * config.head_dim
+        self._fused: FusedLayers | None = None
+        if isinstance(self._attention, NativeAttention) and FusedLayers.can_run(self.layers):
+            self._fused = FusedLayers(config, self.layers, self._attention, dtype)
         self._split = [config.num_heads * config.head_dim, kv_size, kv_size]
         self._scale = config.head_dim**-0.5
 
@@ -127,6 +131,7 @@ class Decoder:
     def use_attention(self, attention: Attention) -> None:
         """Attends with `attention` from now on."""
         self._attention = attention
+        self._fused = None
 
     @property
     def weight_bytes(self) -> int:
@@ -176,6 +181,20 @@ class Decoder:
             cache: from `new_cache`; holds each request's earlier tokens.
             feature_layers: layers whose outputs are wanted, 0 the first.
         """
+        x = self.embed(batch.input_ids)  # [T, d]
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [T, rotary_dim / 2]
+        if self._fused is not None:
+            captured = self._fused.forward(x, cos, sin, batch, cache, feature_layers)
+        else:
+            x, captured = self._layer_by_layer(x, cos, sin, batch, cache, feature_layers)
+        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        features = tuple(captured[index] for index in feature_layers)
+        return ForwardOutput(hidden, features, self.logits(hidden[batch.logits_indices]))
+
+    def _layer_by_layer(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: KVCache, feature_layers: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The layers on any device and weight format; `FusedLayers` does the same in fewer calls."""
         config, eps, scale, attend, split = (
             self.config,
             self.config.rms_norm_eps,
@@ -183,10 +202,7 @@ class Decoder:
             self._attention,
             self._split,
         )
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        x = self.embed(batch.input_ids)  # [T, d]
-        num_tokens = x.shape[0]
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [T, rotary_dim / 2]
+        heads, kv_heads, head_dim, num_tokens = config.num_heads, config.num_kv_heads, config.head_dim, len(x)
         captured: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             q, k, v = torch.split(layer.qkv(rms_norm(x, layer.input_norm, eps)), split, dim=-1)
@@ -202,9 +218,7 @@ class Decoder:
             x = layer.down(gated, residual=x)
             if index in feature_layers:
                 captured[index] = x
-        hidden = rms_norm(x, self.norm, eps)
-        features = tuple(captured[index] for index in feature_layers)
-        return ForwardOutput(hidden, features, self.logits(hidden[batch.logits_indices]))
+        return x, captured
 
 
 def truncated(model: Decoder, num_layers: int) -> Decoder:

@@ -68,6 +68,9 @@ class NativeLinear:
         self._pointer = self._packed.data_ptr()
         self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._gemm = getattr(library, f"fd_gemm_{suffix}")
+        self.struct = native.MatrixStruct(
+            self._pointer, self._bias_pointer, native.address(f"fd_gemm_{suffix}"), self.out_features, self.in_features
+        )
         self._gather = getattr(library, f"fd_rows_{suffix}")
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

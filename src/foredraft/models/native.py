@@ -41,6 +41,33 @@ class BatchStruct(ctypes.Structure):
     )
 
 
+class MatrixStruct(ctypes.Structure):
+    """`Matrix` of layer.c."""
+
+    _fields_ = (("w", _POINTER), ("bias", _POINTER), ("gemm", _POINTER), ("n", ctypes.c_int32), ("k", ctypes.c_int32))
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of layer.c."""
+
+    _fields_ = (
+        ("input_norm", _POINTER),
+        ("post_norm", _POINTER),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("qkv", MatrixStruct),
+        ("output", MatrixStruct),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("attention", _POINTER),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("half", ctypes.c_int32),
+        ("eps", _FLOAT),
+    )
+
+
 _BATCH = ctypes.POINTER(BatchStruct)
 _GEMM = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _INT, _INT]
 _PACK = [_POINTER, _POINTER, _INT, _INT]
@@ -56,6 +83,7 @@ _SIGNATURES = {
     "fd_rms_norm": [_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _INT, _FLOAT, _INT],
     "fd_silu_mul": [_POINTER, _POINTER, _INT, _INT, _INT],
     "fd_rope": [_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _INT, _INT],
+    "fd_layer": [ctypes.POINTER(LayerStruct), _BATCH, *[_POINTER] * 8, _INT, _INT],
     "fd_attention_f32": _ATTENTION,
     "fd_attention_bf16": _ATTENTION,
 }
@@ -112,6 +140,11 @@ def has_amx() -> bool:
     if _library is None or not hasattr(_library, "fd_gemm_amx") or os.environ.get("FOREDRAFT_AMX") == "0":
         return False
     return bool(_library.fd_amx_available())
+
+
+def address(name: str) -> int:
+    """Where a kernel lies in memory, for other kernels to call."""
+    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
 
 
 def library() -> ctypes.CDLL:

@@ -207,6 +207,7 @@ static void many_rows(const Product *product, const bf16 *x, int M, int first, i
 /* y = x wT + bias + residual, as fd_gemm_bf16. */
 void fd_gemm_amx(const bf16 *w, const float *bias, const float *x, int64_t xs, const float *residual, float *y, int M,
                  int N, int K, int threads) {
+    if (M == 0) return;
     Product product = {w, bias, residual, y, N, K};
     int panels = (N + NR - 1) / NR, padded = tiles_of(K) * KC;
     if ((int64_t)(M < 16 ? 16 : M) * N * K < SMALL) threads = 1;
