@@ -128,7 +128,7 @@ class Backbone(nn.Module):
 
     def context(self, features: Tensor) -> Tensor:
         """Concatenated target features [..., m·d] to what the layers attend to [..., d]."""
-        return self.hidden_norm(self.fc(features))
+        return self.hidden_norm(self.fc(features).to(self.hidden_norm.weight.dtype))
 
     def forward(
         self,
@@ -188,7 +188,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    return x if norm is None else norm(x)
+    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 @torch.no_grad()
