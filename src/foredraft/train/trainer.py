@@ -174,6 +174,7 @@ class Trainer:
             stage = self._settings.stages[self._stage]
             if stage.epochs > 0 and self._trains(stage):
                 self._run_stage(stage, per_epoch, report)
+                _write(self._network.model.state_dict(), self._checkpoint.with_name(after_stage(stage.name)))
             self._stage, self._epoch, self._batch, self._optimizer_state = self._stage + 1, 0, 0, None
             self._save(None)
 
@@ -256,9 +257,7 @@ class Trainer:
             "place": [self._stage, self._epoch, self._batch, self._step],
             "seconds": self._seconds,
         }
-        partial = self._checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self._checkpoint)
+        _write(state, self._checkpoint)
 
     def _load(self) -> None:
         state = torch.load(self._checkpoint, weights_only=True, map_location=self._network.device)
@@ -270,6 +269,17 @@ class Trainer:
             lines = self._metrics.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self._step]
             self._metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def after_stage(name: str) -> str:
+    """The file with the drafter's weights as a stage left them, for comparisons on one backbone."""
+    return f"after-{name}.pt"
+
+
+def _write(state: Mapping[str, Any], file: Path) -> None:
+    partial = file.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, file)
 
 
 class _Sums:
