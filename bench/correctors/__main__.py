@@ -150,9 +150,8 @@ def main() -> None:
     }
     slots, runs = {}, []
     for name in arguments.correctors:
-        slots[name] = train_corrector(
-            name, arguments.drafter, target, arguments.epochs, arguments.out / "drafters" / name
-        )
+        out = arguments.out / "drafters" / name
+        slots[name] = train_corrector(name, arguments.drafter, target, arguments.epochs, out)
     for setting in SETTINGS:
         for name in arguments.correctors:
             if setting.tree and name in NO_TREES:

@@ -85,18 +85,14 @@ def _plots(figures: dict[str, Any], out: Path) -> None:
                 label=setting if place == names.index("none" if "none" in names else names[0]) else None,
             )
     axes.set_xticks(range(len(names)), names)
-    axes.set(
-        ylabel="τ, tokens per target forward", title="Correctors on one backbone, mean over prompts with 95 % intervals"
-    )
+    axes.set(ylabel="τ, tokens per target forward", title="Correctors on one backbone, 95 % intervals")
     axes.legend(frameon=False, ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, out / "tau")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, slots in figures["slots"].items():
         axes.plot(slots["alpha"], marker="o", markersize=3, label=name)
-    axes.set(
-        xlabel="slot", ylabel="acceptance, given the true tokens before", title="Acceptance by slot on held-out texts"
-    )
+    axes.set(xlabel="slot", ylabel="given the true tokens before", title="Acceptance by slot, held-out texts")
     axes.legend(frameon=False, ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, out / "slots")
