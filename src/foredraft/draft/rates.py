@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Rates = NDArray[np.float64]
 
 REQUEST_MEMORY = 24
-ENGINE_MEMORY = 200
+ENGINE_MEMORY = 100
 """Steps of one request after which a count weighs 1/e."""
 
 SHRINKAGE = 4.0
