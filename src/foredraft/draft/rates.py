@@ -96,7 +96,7 @@ class AcceptanceRates:
         falls = np.minimum(engine[1:] / np.maximum(engine[:-1], 1e-6), 1.0)
         for row, request_id in enumerate(request_ids):
             counts = self._requests.get(request_id)
-            if counts is None:
+            if counts is None or width == 0:
                 result[row] = engine
                 continue
             rate = float(engine[0])

@@ -171,7 +171,7 @@ class AdaptiveLengths:
             self._parking.tried(plan.requests[trial].request_id, bool(outcome.accepted[trial]), self._number)
         if plan.num_prefill_tokens == 0:
             self.costs.refresh(num_tokens=outcome.num_tokens, target=outcome.target_seconds, rest=outcome.rest_seconds)
-        self._parking.earn(outcome.target_seconds + outcome.rest_seconds + plan.draft_seconds)
+        self._parking.earn(plan.expected_seconds)
         if self._explain is not None:
             self._explain(plan, outcome)
         if self._save is not None and self._number % SAVE_EVERY == 0:

@@ -39,6 +39,7 @@ class Parking:
     def __init__(self) -> None:
         self._standings: dict[str, Standing] = {}
         self._credit = 0.0
+        self._price = 0.0
 
     def is_parked(self, request_id: str) -> bool:
         """Whether a request is parked now."""
@@ -61,8 +62,8 @@ class Parking:
         self._standing(request_id).num_seen = num_tokens
 
     def earn(self, seconds: float) -> None:
-        """A step took `seconds`: a share of them may go into trials, up to a step's worth in hand."""
-        self._credit = min(self._credit + PROBE_SHARE * seconds, max(self._credit, seconds))
+        """A step took `seconds`: a share of them may go into trials, no more in hand than the next one costs."""
+        self._credit = min(self._credit + PROBE_SHARE * seconds, self._price)
 
     def trial(self, costs: Sequence[tuple[float, str]], step: int) -> str | None:
         """The parked request to try in this step: the cheapest whose wait is over, if there is credit for it.
@@ -74,6 +75,7 @@ class Parking:
         if not ready:
             return None
         seconds, request_id = min(ready)
+        self._price = seconds
         if seconds > self._credit:
             return None
         self._credit -= seconds
