@@ -32,10 +32,13 @@ class Known(CostCurve):
 
 
 def costs(
-    step: Callable[[int], float] = lambda tokens: 1 + 0.05 * tokens, per_draft: float = 0.05, catch_up: float = 0.0
+    step: Callable[[int], float] = lambda tokens: 1 + 0.05 * tokens,
+    per_draft: float = 0.05,
+    catch_up: float = 0.0,
+    largest: int = 200,
 ) -> CostCurve:
     """Seconds of a step by its tokens, of each drafted position, and of each token of catch-up."""
-    sizes = list(range(1, 200))
+    sizes = list(range(1, largest + 1))
     drafts = {depth: Curve([1], [depth * per_draft]) for depth in range(1, 9)} if per_draft else {}
     return Known(Curve(sizes, [step(size) for size in sizes]), drafts, catch_up)
 
