@@ -45,6 +45,9 @@ class SpeculativeConfig:
         prompt_lookup_max, prompt_lookup_min: longest and shortest suffix that `ngram` looks up, in tokens.
         tree_width: tokens drafted for each position; above 1 the draft is a tree of at most `num_speculative_tokens`
             nodes. For `draft_model` and `ngram`.
+        adaptive: draft at most `num_speculative_tokens`, and as many as give the most tokens per second, none where
+            speculation does not pay; False always drafts as many as there is room for.
+        explain_lengths: a file, or `-` for stderr, for one line a step on the lengths chosen; only with `adaptive`.
     """
 
     method: str | None = None
@@ -54,6 +57,8 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     tree_width: int = 1
+    adaptive: bool = True
+    explain_lengths: str | None = None
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -69,6 +74,11 @@ class SpeculativeConfig:
             f"prompt_lookup_max: {self.prompt_lookup_max} is below prompt_lookup_min {self.prompt_lookup_min}",
         )
         require_at_least("tree_width", self.tree_width, 1)
+        require(isinstance(self.adaptive, bool), f"adaptive: {self.adaptive!r} is neither true nor false")
+        require(
+            self.explain_lengths is None or self.adaptive,
+            "explain_lengths: with fixed lengths there is nothing to explain; leave out adaptive=False (--no-adaptive)",
+        )
         require(
             self.tree_width <= self.num_speculative_tokens,
             f"tree_width: {self.tree_width} is above num_speculative_tokens {self.num_speculative_tokens}, so not even "

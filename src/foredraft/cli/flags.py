@@ -102,6 +102,20 @@ class SpeculativeFlags:
         int | None,
         typer.Option(min=1, help="Drafts for each position; above 1 drafts are trees.", rich_help_panel=SPECULATION),
     ] = None
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            "--adaptive/--no-adaptive",
+            help="Draft as much as pays, up to γ, or always γ; adaptive.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None
+    explain_lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="A line a step on draft lengths; `-` is stderr.", rich_help_panel=SPECULATION
+        ),
+    ] = None
     speculative_config: Annotated[
         str | None,
         typer.Option(metavar="JSON", help="All of the above as vLLM's JSON.", rich_help_panel=SPECULATION),
@@ -231,7 +245,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     known = [field.name for field in fields(SpeculativeConfig)]
     for key in found:
         require(key in known, f"--speculative-config: unknown key {key!r}; known keys: {', '.join(known)}")
-    for key in ("method", "model", "verification"):
+    for key in ("method", "model", "verification", "explain_lengths"):
         value = found.get(key)
         require(value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string")
     try:
