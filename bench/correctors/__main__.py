@@ -59,7 +59,7 @@ SETTINGS = (
 
 
 def train_corrector(name: str, drafter: Path, target: Decoder, epochs: int, out: Path) -> dict[str, Any]:
-    """Trains one corrector on the frozen backbone into `out`, unless it is there; returns its teacher-forced figures."""
+    """Trains one corrector on the frozen backbone into `out`, unless it is there; its teacher-forced figures."""
     figures = out / "slots.json"
     if figures.exists():
         return dict(json.loads(figures.read_text(encoding="utf-8")))

@@ -54,6 +54,9 @@ class SpeculativeConfig:
             nodes, for `block` the best such tree whatever the width. Not for `prediction`.
         corrector: `none` runs a block drafter's backbone uncorrected; None takes the drafter's own corrector, and
             its name may be given, too.
+        adaptive: draft at most `num_speculative_tokens`, and as many as give the most tokens per second, none where
+            speculation does not pay; False always drafts as many as there is room for.
+        explain_lengths: a file, or `-` for stderr, for one line a step on the lengths chosen; only with `adaptive`.
     """
 
     method: str | None = None
@@ -64,6 +67,8 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     tree_width: int = 1
     corrector: str | None = None
+    adaptive: bool = True
+    explain_lengths: str | None = None
 
     def __post_init__(self) -> None:
         if self.method is None and self.model is not None:
@@ -79,6 +84,11 @@ class SpeculativeConfig:
             f"prompt_lookup_max: {self.prompt_lookup_max} is below prompt_lookup_min {self.prompt_lookup_min}",
         )
         require_at_least("tree_width", self.tree_width, 1)
+        require(isinstance(self.adaptive, bool), f"adaptive: {self.adaptive!r} is neither true nor false")
+        require(
+            self.explain_lengths is None or self.adaptive,
+            "explain_lengths: with fixed lengths there is nothing to explain; leave out adaptive=False (--no-adaptive)",
+        )
         require(
             self.tree_width <= self.num_speculative_tokens,
             f"tree_width: {self.tree_width} is above num_speculative_tokens {self.num_speculative_tokens}, so not even "

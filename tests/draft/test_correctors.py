@@ -409,3 +409,20 @@ def test_extra_candidates_keep_q_a_distribution(name: str, verification: str) ->
 def test_wrong_configurations_are_named(name: str, options: dict, words: str) -> None:
     with pytest.raises(DrafterError, match=words):
         make_corrector(name, Sizes(HIDDEN, VOCAB, SLOTS), options)
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_candidates_are_drawn_by_the_noise_of_the_whole_vocabulary(verification: str) -> None:
+    """One draw, two ways: the block rule looks past the accepted length, so its noise must be a step's own."""
+    generator = torch.Generator().manual_seed(5)
+    states = [
+        SamplingState(SamplingParams(seed=seed), [1, 2], vocab_size=9, verification=verification) for seed in range(40)
+    ]
+    scores = torch.randn(40, 3, 9, generator=generator)
+    everything = torch.arange(9).expand(40, 3, 9)
+    whole, chosen = SlotSampler(states), SlotSampler(states)
+    chosen.foresee(everything)
+    for slot in range(3):
+        whole.draw(scores[:, slot])
+        chosen.draw(scores[:, slot], everything[:, slot])
+    assert torch.equal(whole.token_ids, chosen.token_ids)

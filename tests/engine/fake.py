@@ -16,6 +16,7 @@ from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.draft.drafter import DraftRequest
 from foredraft.draft.proposal import DraftProposal
 from foredraft.engine.build import Built
+from foredraft.engine.lengths import LengthPolicy
 from foredraft.engine.prompts import RequestFactory
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.step import Engine
@@ -177,6 +178,7 @@ def fake_engine(
     eos_token_ids: Sequence[int] = (),
     verification: str | None = None,
     rules: Mapping[str, RatioRule] = RATIO_RULES,
+    lengths: LengthPolicy | None = None,
 ) -> tuple[Engine, RequestFactory]:
     """An engine over `model`, and the factory for its requests."""
     scheduler = Scheduler(
@@ -186,7 +188,7 @@ def fake_engine(
         num_speculative_tokens=gamma if drafter else 0,
         max_model_len=model.config.max_model_len,
     )
-    engine = Engine(model, model.new_cache(num_blocks, block_size), scheduler, drafter, rules)
+    engine = Engine(model, model.new_cache(num_blocks, block_size), scheduler, drafter, rules, lengths)
     built = Built(
         engine=engine,
         tokenizer=tokenizer,

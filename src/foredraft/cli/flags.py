@@ -108,6 +108,20 @@ class SpeculativeFlags:
         str | None,
         typer.Option(help="block: none drafts without correction; the drafter's own.", rich_help_panel=SPECULATION),
     ] = None
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            "--adaptive/--no-adaptive",
+            help="Draft as much as pays, up to γ, or always γ; adaptive.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None
+    explain_lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="A line a step on draft lengths; `-` is stderr.", rich_help_panel=SPECULATION
+        ),
+    ] = None
     speculative_config: Annotated[
         str | None,
         typer.Option(metavar="JSON", help="All of the above as vLLM's JSON.", rich_help_panel=SPECULATION),
@@ -237,7 +251,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     known = [field.name for field in fields(SpeculativeConfig)]
     for key in found:
         require(key in known, f"--speculative-config: unknown key {key!r}; known keys: {', '.join(known)}")
-    for key in ("method", "model", "verification"):
+    for key in ("method", "model", "verification", "explain_lengths"):
         value = found.get(key)
         require(value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string")
     try:

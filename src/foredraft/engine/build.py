@@ -20,6 +20,7 @@ from foredraft.draft.ngram import NgramDrafter
 from foredraft.draft.prediction import PredictionDrafter
 from foredraft.draft.shipped import SHIPPED_NAME, shipped_drafter
 from foredraft.engine.scheduler import Scheduler
+from foredraft.engine.start_costs import adaptive_policy
 from foredraft.engine.step import Engine
 from foredraft.errors import ConfigError, DrafterError
 from foredraft.kv.pool import BlockPool, blocks_for
@@ -69,7 +70,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     drafter = None
     if config.speculative is not None:
         drafter = _drafter(config.speculative, model, draft, block_model, num_blocks, config.block_size)
-    engine = Engine(model, model.new_cache(num_blocks, config.block_size), scheduler, drafter)
+    cache = model.new_cache(num_blocks, config.block_size)
+    lengths = None
+    if drafter is not None and config.speculative is not None and config.speculative.adaptive:
+        lengths = adaptive_policy(config, model, cache, drafter, draft.model.weight_bytes if draft else 0)
+    engine = Engine(model, cache, scheduler, drafter, lengths=lengths)
     return Built(
         engine=engine,
         tokenizer=target.tokenizer,

@@ -14,7 +14,7 @@ class AcceptanceStats:
 
     `num_steps` counts target forwards that emitted tokens, `num_emitted_tokens` what they emitted, recovered or bonus
     token included. `verified_per_position[k]` counts the times that draft position k was verified (all positions
-    before it were accepted).
+    before it were accepted). `steps_per_draft_length[n]` counts the steps in which n draft tokens were verified.
     """
 
     num_steps: int = 0
@@ -23,6 +23,7 @@ class AcceptanceStats:
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     verified_per_position: list[int] = field(default_factory=list)
+    steps_per_draft_length: list[int] = field(default_factory=list)
 
     def record(self, num_draft: int, num_accepted: int, num_emitted: int) -> None:
         """Adds one step of one request: `num_draft` proposed, `num_accepted` of them right, `num_emitted` kept."""
@@ -30,6 +31,8 @@ class AcceptanceStats:
         self.num_emitted_tokens += num_emitted
         self.num_draft_tokens += num_draft
         self.num_accepted_tokens += num_accepted
+        self.steps_per_draft_length += [0] * (num_draft + 1 - len(self.steps_per_draft_length))
+        self.steps_per_draft_length[num_draft] += 1
         missing = num_draft - len(self.verified_per_position)
         if missing > 0:
             self.verified_per_position += [0] * missing
@@ -47,11 +50,17 @@ class AcceptanceStats:
         self.num_accepted_tokens += other.num_accepted_tokens
         self.verified_per_position = _summed(self.verified_per_position, other.verified_per_position)
         self.accepted_per_position = _summed(self.accepted_per_position, other.accepted_per_position)
+        self.steps_per_draft_length = _summed(self.steps_per_draft_length, other.steps_per_draft_length)
 
     @property
     def mean_acceptance_length(self) -> float:
         """τ: tokens emitted per target forward, bonus or correction included; 0 before the first step."""
         return self.num_emitted_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Draft tokens verified per target forward of a request; 0 before the first step."""
+        return self.num_draft_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:

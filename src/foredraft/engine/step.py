@@ -6,6 +6,7 @@ Owns the scheduler, the target with its cache, and the drafter. Knows nothing of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from foredraft.draft.drafter import Drafter, DraftRequest, Observation
 from foredraft.draft.proposal import DraftProposal
 from foredraft.engine.batch import build_batch
 from foredraft.engine.commit import commit_tokens
+from foredraft.engine.lengths import Draftable, FixedLengths, LengthPolicy, StepOutcome
 from foredraft.engine.logprobs import logprobs_of, record_prompt_logprobs
 from foredraft.engine.request import Request
 from foredraft.engine.scheduler import Scheduled, Scheduler
@@ -37,6 +39,7 @@ class Engine:
         scheduler: queues and blocks.
         drafter: proposes tokens; None for plain decoding.
         rules: how p is weighed against q, by name; an audit puts broken ones here to see them caught.
+        lengths: decides how long drafts are; as long as there is room for, when None.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class Engine:
         scheduler: Scheduler,
         drafter: Drafter | None,
         rules: Mapping[str, RatioRule] = RATIO_RULES,
+        lengths: LengthPolicy | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.scheduler = scheduler
         self.drafter = drafter
         self.rules = rules
+        self.lengths: LengthPolicy = lengths or FixedLengths()
         self.stats = AcceptanceStats()
         self.times = StepTimes()
         self.peak_blocks = 0
@@ -69,6 +74,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One target forward over the running batch; returns the requests that got tokens or ended."""
+        before = replace(self.times)
         with self.times.measure("schedule"):
             plan, preempted = self.scheduler.schedule()
             self._forget(preempted)
@@ -76,10 +82,8 @@ class Engine:
             sampling = [part for part in plan if part.samples]
         if not plan:
             return []
-        with self.times.measure("draft"):
-            proposal = self._propose(sampling)
+        proposal, drafts, trees = self._draft(plan, sampling)
         with self.times.measure("schedule"):
-            drafts, trees = draft_lists(proposal)
             batch = build_batch(
                 plan,
                 _for_all(plan, drafts),
@@ -97,10 +101,44 @@ class Engine:
         with self.times.measure("commit"):
             changed = self._commit(plan, drafts, decisions, logprobs, output)
         self.times.num_steps += 1
+        if self.drafter is not None:
+            self._report(decisions, len(batch.input_ids), before)
         return changed
 
-    def _propose(self, sampling: Sequence[Scheduled]) -> DraftProposal:
-        if self.drafter is None or not any(part.max_draft_tokens for part in sampling):
+    def _draft(
+        self, plan: Sequence[Scheduled], sampling: Sequence[Scheduled]
+    ) -> tuple[DraftProposal, list[list[int]], list[list[int]] | None]:
+        """The drafts to verify: how many tokens to draft, their drafting, and how many of them to keep."""
+        if self.drafter is None:
+            nothing = DraftProposal.deterministic([[] for _ in sampling], self.model.device)
+            return nothing, [[] for _ in sampling], None
+        with self.times.measure("schedule"):
+            num_prefill_tokens = sum(part.num_tokens for part in plan) - len(sampling)
+            lengths = self.lengths.choose([draftable(part) for part in sampling], num_prefill_tokens)
+        before = self.times.draft
+        with self.times.measure("draft"):
+            proposal = self._propose(sampling, lengths)
+            proposal.lengths.tolist()  # waits for the device, so that drafting's time is counted as its own
+        with self.times.measure("schedule"):
+            proposal = self.lengths.cut(proposal, self.times.draft - before)
+            drafts, trees = draft_lists(proposal)
+        return proposal, drafts, trees
+
+    def _report(self, decisions: Sequence[Decision], num_tokens: int, before: StepTimes) -> None:
+        """Tells the length policy what became of the step."""
+        now = self.times
+        self.lengths.learn(
+            StepOutcome(
+                accepted=[None if decision.invalid else decision.num_accepted for decision in decisions],
+                num_emitted=sum(0 if decision.invalid else decision.num_accepted + 1 for decision in decisions),
+                num_tokens=num_tokens,
+                target_seconds=now.forward + now.sample - before.forward - before.sample,
+                rest_seconds=now.schedule + now.commit - before.schedule - before.commit,
+            )
+        )
+
+    def _propose(self, sampling: Sequence[Scheduled], lengths: Sequence[int]) -> DraftProposal:
+        if self.drafter is None or not any(lengths):
             return DraftProposal.deterministic([[] for _ in sampling], self.model.device)
         return self.drafter.propose(
             [
@@ -108,11 +146,11 @@ class Engine:
                     request_id=part.request.request_id,
                     token_ids=part.request.token_ids,
                     block_table=part.request.block_table,
-                    max_draft_tokens=part.max_draft_tokens,
+                    max_draft_tokens=length,
                     state=part.request.state,
                     prediction=part.request.prediction,
                 )
-                for part in sampling
+                for part, length in zip(sampling, lengths, strict=True)
             ]
         )
 
@@ -187,6 +225,19 @@ class Engine:
         if self.drafter is not None:
             for request in requests:
                 self.drafter.release(request.request_id)
+                self.lengths.release(request.request_id)
+
+
+def draftable(part: Scheduled) -> Draftable:
+    """What the length policy may know of a request."""
+    request = part.request
+    return Draftable(
+        request_id=request.request_id,
+        room=part.max_draft_tokens,
+        num_tokens=len(request.token_ids),
+        num_remaining=request.num_remaining_tokens,
+        immune=request.state.matches_target,
+    )
 
 
 def draft_lists(proposal: DraftProposal) -> tuple[list[list[int]], list[list[int]] | None]:

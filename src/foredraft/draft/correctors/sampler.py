@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foredraft.draft.lattice import Chain, path_rows, sample_path
 from foredraft.draft.proposal import DenseProbs, SparseProbs
-from foredraft.sampling.choose import draw_drafts
+from foredraft.sampling.choose import draw_drafts, step_position
 from foredraft.sampling.noise import Stream, gumbel_at
 from foredraft.sampling.state import SamplingState
 from foredraft.sampling.transform import process_drafts
@@ -51,7 +51,10 @@ class SlotSampler:
             if members:
                 each = [(self._states[index], slot) for index in members for slot in range(num_slots)]
                 seeds = [state.seed for state, _ in each]
-                positions = [state.num_tokens + slot for state, slot in each]
+                positions = [
+                    state.num_tokens + slot if stream is Stream.COUPLED else step_position(state.num_tokens, slot)
+                    for state, slot in each
+                ]
                 part = gumbel_at(seeds, positions, stream, candidates[members].flatten(0, 1))
                 noise[members] = part.reshape(len(members), num_slots, -1)
         return noise
