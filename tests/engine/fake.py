@@ -153,6 +153,9 @@ class OracleDrafter:
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
 
+    def num_reusable(self, block_table, block_hashes) -> int:
+        return len(block_hashes)
+
 
 class ByteTokenizer:
     """Token id = byte."""

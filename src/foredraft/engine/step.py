@@ -70,7 +70,7 @@ class Engine:
     def step(self) -> list[Request]:
         """One target forward over the running batch; returns the requests that got tokens or ended."""
         with self.times.measure("schedule"):
-            plan, preempted = self.scheduler.schedule()
+            plan, preempted = self.scheduler.schedule(self.drafter.num_reusable if self.drafter else None)
             self._forget(preempted)
             self.peak_blocks = max(self.peak_blocks, self.scheduler.pool.num_used)
             sampling = [part for part in plan if part.samples]
@@ -111,6 +111,7 @@ class Engine:
                     max_draft_tokens=part.max_draft_tokens,
                     state=part.request.state,
                     prediction=part.request.prediction,
+                    block_hashes=part.request.block_hashes,
                 )
                 for part in sampling
             ]
@@ -140,18 +141,27 @@ class Engine:
                 self._commit_one(part, draft, decision)
                 request.logprobs += entries[: request.num_output_tokens - len(request.logprobs)]
                 changed.append(request)
-            request.num_computed_tokens = start + len(valid)
-            if request.finished:
-                self._release(request)
-            else:
-                self.scheduler.pool.truncate(request.block_table, len(request.token_ids))
+            request.num_computed_tokens = min(start + len(valid), len(request.token_ids))
+            if request.error is None:
+                self.scheduler.settle(request)
                 if output.features:
+                    valid = valid[: request.num_computed_tokens - start]
                     rows = torch.tensor([row + index for index in valid], device=self.model.device)
-                    features = tuple(layer[rows] for layer in output.features)
-                    observations.append(Observation(request.request_id, start, features))
+                    observations.append(
+                        Observation(
+                            request.request_id,
+                            start,
+                            tuple(layer[rows] for layer in output.features),
+                            request.block_table,
+                            request.block_hashes,
+                        )
+                    )
             row += num_rows
         if self.drafter is not None and observations:
             self.drafter.observe(observations)
+        for request in changed:
+            if request.finished:
+                self._release(request)
         return changed
 
     def _compact(self, request: Request, start: int, path: Sequence[int]) -> None:
