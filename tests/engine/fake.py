@@ -180,6 +180,7 @@ def fake_engine(
     eos_token_ids: Sequence[int] = (),
     verification: str | None = None,
     rules: Mapping[str, RatioRule] = RATIO_RULES,
+    enable_prefix_caching: bool = True,
 ) -> tuple[Engine, RequestFactory]:
     """An engine over `model`, and the factory for its requests."""
     scheduler = Scheduler(
@@ -188,6 +189,7 @@ def fake_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         num_speculative_tokens=gamma if drafter else 0,
         max_model_len=model.config.max_model_len,
+        enable_prefix_caching=enable_prefix_caching,
     )
     engine = Engine(model, model.new_cache(num_blocks, block_size), scheduler, drafter, rules)
     built = Built(

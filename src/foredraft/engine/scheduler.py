@@ -235,8 +235,8 @@ class Scheduler:
 
     def _is_awaited(self, request: Request, num_reused: int) -> bool:
         """Whether a running request before `request` is about to compute more than half of what `request` lacks, as the
-        samples of one prompt do for each other."""
-        if request.wants_prompt_logprobs:
+        samples of one prompt do for each other. An overdue request waits for nobody."""
+        if request.wants_prompt_logprobs or request.overdue:
             return False
         size, last = self.pool.block_size, self._max_reused(request)
         lacking = len(request.token_ids) - num_reused * size

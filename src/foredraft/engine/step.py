@@ -180,7 +180,8 @@ class Engine:
             request.error = NAN_MESSAGE
             request.finish("error")
             return
-        decoding = request.num_output_tokens > 0
+        # A prompt that is cached but for its last token may draft at once.
+        decoding = request.num_output_tokens > 0 or bool(draft)
         kept = commit_tokens(request, decision.token_ids, decision.num_accepted, len(draft))
         if request.first_token_at is None:
             request.mark_first_token()
