@@ -37,6 +37,11 @@ def require_at_least(flag: str, value: int, minimum: int) -> None:
     require(good, f"{flag}: {value!r} is not an integer of at least {minimum}")
 
 
+def require_integer(flag: str, value: int) -> None:
+    """Raises `ConfigError` unless `value` is an integer."""
+    require(isinstance(value, int) and not isinstance(value, bool), f"{flag}: {value!r} is not an integer")
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How drafts are made and verified.
@@ -143,6 +148,8 @@ class EngineConfig:
             quarter of the free memory.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens in one target forward; longer prompts are prefilled in chunks.
+        enable_prefix_caching: requests whose texts begin alike share the full KV-cache blocks that they have in common,
+            also with finished ones for as long as memory allows.
         invariant: every token's logits have the same bits in any company, so that greedy and seeded tokens do not
             depend on drafts or batch mates in bfloat16 either. Free with our CPU kernels; elsewhere it costs batching.
         skip_tokenizer_init: for models without a tokenizer: prompts and outputs are token ids only.
@@ -157,6 +164,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
     invariant: bool = False
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False

@@ -122,6 +122,9 @@ class Watched:
         self.num_released += 1
         self.inner.release(request_id)
 
+    def num_reusable(self, block_table, block_hashes) -> int:
+        return self.inner.num_reusable(block_table, block_hashes)
+
 
 def _dense(proposal: DraftProposal, index: int, count: int, vocab_size: int) -> torch.Tensor:
     probs = proposal.probs

@@ -138,6 +138,9 @@ class TableDrafter:
     def release(self, request_id: str) -> None:
         pass
 
+    def num_reusable(self, block_table, block_hashes) -> int:
+        return len(block_hashes)
+
 
 KINDS = [(name, CANDIDATES, False) for name in CORRECTORS]
 KINDS += [(name, None, False) for name in ("none", "markov", "gated", "rnn", "gru")]

@@ -154,6 +154,9 @@ class OracleDrafter:
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
 
+    def num_reusable(self, block_table, block_hashes) -> int:
+        return len(block_hashes)
+
 
 class ByteTokenizer:
     """Token id = byte."""
@@ -179,6 +182,7 @@ def fake_engine(
     verification: str | None = None,
     rules: Mapping[str, RatioRule] = RATIO_RULES,
     lengths: LengthPolicy | None = None,
+    enable_prefix_caching: bool = True,
 ) -> tuple[Engine, RequestFactory]:
     """An engine over `model`, and the factory for its requests."""
     scheduler = Scheduler(
@@ -187,6 +191,7 @@ def fake_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         num_speculative_tokens=gamma if drafter else 0,
         max_model_len=model.config.max_model_len,
+        enable_prefix_caching=enable_prefix_caching,
     )
     engine = Engine(model, model.new_cache(num_blocks, block_size), scheduler, drafter, rules, lengths)
     built = Built(

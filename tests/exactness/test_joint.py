@@ -275,6 +275,9 @@ class Lying:
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
 
+    def num_reusable(self, block_table, block_hashes) -> int:
+        return self.inner.num_reusable(block_table, block_hashes)
+
 
 def argmax_with_softmax_q(proposal: DraftProposal, _) -> DraftProposal:
     tokens = proposal.probs.probs.argmax(-1)

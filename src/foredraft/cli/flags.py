@@ -56,6 +56,14 @@ class EngineFlags:
     kv_cache_memory: Annotated[
         int | None, typer.Option(min=1, help="Bytes for the KV cache.", rich_help_panel=MODEL)
     ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Share what texts that begin alike have in common.",
+            rich_help_panel=MODEL,
+        ),
+    ] = True
     invariant: Annotated[
         bool,
         typer.Option("--invariant", help="The same bits for a token in any company.", rich_help_panel=MODEL),

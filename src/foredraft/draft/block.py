@@ -2,8 +2,10 @@
 slot.
 
 The features come from the target's verification forward, so that drafting costs no target pass. What is
-observed waits as projected rows until the request drafts again: a stretch without drafting costs the drafter
-nothing but its catch-up.
+observed waits as projected rows until the request drafts again, or until there is a block of them: a stretch
+without drafting costs the drafter nothing but its catch-up, and full blocks are there for other requests that
+reuse them. The features of a reused block are never seen again, so a request may only reuse blocks whose context
+was written.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from foredraft.draft.backbone_config import check_target
 from foredraft.draft.backbone_runner import BackboneRunner
 from foredraft.draft.block_model import BlockModel
+from foredraft.draft.context_blocks import ContextBlocks
 from foredraft.draft.correctors import FirstOrder, SlotSampler
 from foredraft.draft.correctors.candidates import Candidates, top_candidates
 from foredraft.draft.drafter import DraftRequest, Observation
@@ -118,6 +121,7 @@ class BlockDrafter:
         )
         self._cache: KVCache = self._runner.new_cache(num_blocks, block_size)
         self._contexts: dict[str, _Context] = {}
+        self._blocks = ContextBlocks(block_size)
         self._draft_ids, self._head = None, None
         if model.draft_ids is not None:
             self._draft_ids = model.draft_ids.to(target.device)
@@ -135,12 +139,27 @@ class BlockDrafter:
             return
         rows = self._runner.context(torch.cat([torch.cat(each.features, -1) for each in observations]))
         counts = [len(each.features[0]) for each in observations]
+        filled: list[Observation] = []
         for observation, part in zip(observations, torch.split(rows, counts), strict=True):
-            context = self._contexts.setdefault(observation.request_id, _Context())
+            context = self._context(observation)
             context.append(observation.start, part)
+            if observation.block_hashes and context.length - context.written >= self._cache.block_size:
+                filled.append(observation)
+        self._catch_up(filled)
 
     def release(self, request_id: str) -> None:
         self._contexts.pop(request_id, None)
+
+    def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        return self._blocks.num_blocks(block_table, block_hashes)
+
+    def _context(self, request: DraftRequest | Observation) -> _Context:
+        """What is known of a request; of a new one, what the blocks that it reuses hold."""
+        context = self._contexts.get(request.request_id)
+        if context is None:
+            reused = self._blocks.num_blocks(request.block_table, request.block_hashes)
+            context = self._contexts[request.request_id] = _Context(reused * self._cache.block_size)
+        return context
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
@@ -151,6 +170,9 @@ class BlockDrafter:
         drafting = [requests[index] for index in active]
         depths = [counts[index] for index in active]
         self._catch_up(drafting)
+        for request, depth in zip(drafting, depths, strict=True):
+            anchor = len(request.token_ids) - 1
+            self._blocks.wrote(request.block_table, request.block_hashes, anchor, anchor, anchor + 1 + depth)
         hidden, logits = self._block(drafting, depths)
         if self._tree:
             proposal = self._best_trees(drafting, depths, hidden, logits)
@@ -160,14 +182,14 @@ class BlockDrafter:
 
     def _num_drafts(self, request: DraftRequest) -> int:
         """Slots to draft: none unless the features of everything before the anchor were seen."""
-        context = self._contexts.get(request.request_id)
-        if context is None or context.length != len(request.token_ids) - 1:
+        length = self._context(request).length
+        if length == 0 or length != len(request.token_ids) - 1:
             return 0
         room = self._target.config.max_model_len - len(request.token_ids)
         return max(0, min(request.max_draft_tokens, self.config.num_draft_tokens, room))
 
-    def _catch_up(self, requests: Sequence[DraftRequest]) -> None:
-        """Writes the context that was observed since each request last drafted."""
+    def _catch_up(self, requests: Sequence[DraftRequest | Observation]) -> None:
+        """Writes the context of each request that was observed and not written."""
         rows: list[Tensor] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -175,6 +197,7 @@ class BlockDrafter:
         for request in requests:
             context = self._contexts[request.request_id]
             span = range(context.written, context.length)
+            self._blocks.wrote(request.block_table, request.block_hashes, span.start, span.stop, span.stop)
             rows += context.pending
             positions += span
             slots += [request.block_table[at // size] * size + at % size for at in span]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foredraft.draft.context_blocks import ContextBlocks
 from foredraft.draft.drafter import DraftRequest, Observation
 from foredraft.draft.proposal import DenseProbs, DraftProposal
 from foredraft.draft.trees import comb, padded_tree
@@ -60,6 +61,7 @@ class DraftModelDrafter:
         self._vocab_size = vocab_size
         self._width = tree_width
         self._written: dict[str, _Written] = {}
+        self._blocks = ContextBlocks(cache.block_size)
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         depths = [self._depth(request) for request in requests]
@@ -68,6 +70,7 @@ class DraftModelDrafter:
         probs = self._empty_probs(requests, max(depths))
         active = [index for index, depth in enumerate(depths) if depth > 0]
         pending = {index: self._caught_up(requests[index]) for index in active}
+        starts = {index: start for index, (start, _) in pending.items()}
         for offset in range(max(depths)):
             active = [index for index in active if depths[index] > offset]
             logits = self._forward([requests[index] for index in active], [pending[index] for index in active])
@@ -85,8 +88,11 @@ class DraftModelDrafter:
                 spines[index] += tokens[:1]
         for index, depth in enumerate(depths):
             if depth:
-                request = requests[index]
-                self._written[request.request_id] = _Written(len(request.token_ids), spines[index][:-1])
+                request, length = requests[index], len(requests[index].token_ids)
+                self._written[request.request_id] = _Written(length, spines[index][:-1])
+                # The last draft is drawn, not fed.
+                stop = length + depth - 1
+                self._blocks.wrote(request.block_table, request.block_hashes, starts[index], length, stop)
         return self._proposal(drafts, depths, probs)
 
     def _proposal(self, drafts: list[list[int]], depths: list[int], probs: Tensor | None) -> DraftProposal:
@@ -110,9 +116,13 @@ class DraftModelDrafter:
 
     def _caught_up(self, request: DraftRequest) -> tuple[int, list[int]]:
         """The first position that the draft model has not seen, and the tokens from there to the anchor."""
+        tokens = request.token_ids
         written = self._written.get(request.request_id)
-        start = written.valid(request.token_ids) if written else 0
-        return start, list(request.token_ids[start:])
+        if written is None:
+            reused = self._blocks.num_blocks(request.block_table, request.block_hashes) * self._cache.block_size
+            written = _Written(reused, [])
+        start = written.valid(tokens)
+        return start, list(tokens[start:])
 
     def _forward(self, requests: Sequence[DraftRequest], pending: Sequence[tuple[int, list[int]]]) -> Tensor:
         """Logits [B, V] after each request's pending tokens."""
@@ -141,3 +151,7 @@ class DraftModelDrafter:
 
     def release(self, request_id: str) -> None:
         self._written.pop(request_id, None)
+
+    def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        """All: what it has not written there it catches up on when it drafts."""
+        return len(block_hashes)

@@ -26,6 +26,7 @@ class DraftRequest:
         max_draft_tokens: longest draft wanted; 0 for none.
         state: the request's transforms and noise, which draft sampling shares with the target.
         prediction: text the client expects, as token ids.
+        block_hashes: of the text of the table's full blocks; empty when blocks are not shared.
     """
 
     request_id: str
@@ -34,16 +35,24 @@ class DraftRequest:
     max_draft_tokens: int
     state: SamplingState
     prediction: Sequence[int] = field(default=())
+    block_hashes: Sequence[bytes] = field(default=())
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one target forward showed of a request: `features` [n, m·d] of the `n` positions from `start` on, all of
-    tokens that are now committed."""
+    """What one target forward showed of a request.
+
+    Args:
+        features: [n, d] per layer, of the `n` positions from `start` on, all of tokens that are now committed. The
+            first ones of a request start past 0 when it reuses blocks, as far as `num_reusable` let it.
+        block_table, block_hashes: as of `DraftRequest`.
+    """
 
     request_id: str
     start: int
     features: tuple[Tensor, ...]
+    block_table: Sequence[int] = field(default=())
+    block_hashes: Sequence[bytes] = field(default=())
 
 
 class Drafter(Protocol):
@@ -63,4 +72,9 @@ class Drafter(Protocol):
 
     def release(self, request_id: str) -> None:
         """Forgets a request: it finished, or its blocks were taken away."""
+        ...
+
+    def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        """How many of these leading blocks of a new request, computed by the target for others, the drafter can do
+        without observing; all, when it has its context in them or needs none."""
         ...

@@ -93,6 +93,9 @@ class NgramDrafter:
     def release(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
 
+    def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        return len(block_hashes)
+
 
 def merge(chains: Sequence[Sequence[int]], num_nodes: int) -> tuple[list[int], list[int]]:
     """A tree of at most `num_nodes` nodes from chains that may begin alike: its tokens and parents.

@@ -75,3 +75,6 @@ class PredictionDrafter:
 
     def release(self, request_id: str) -> None:
         self._cursors.pop(request_id, None)
+
+    def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        return len(block_hashes)

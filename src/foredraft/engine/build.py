@@ -66,6 +66,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
         max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     drafter = None
     if config.speculative is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.engine.build import build_engine
@@ -17,6 +17,7 @@ from foredraft.sampling.params import SamplingParams
 
 Progress = Callable[[int, int], None]
 Messages = Sequence[Mapping[str, Any]]
+Value = TypeVar("Value")
 
 
 class LLM:
@@ -54,6 +55,7 @@ class LLM:
         *,
         num_speculative_tokens: int | None = None,
         verification: str | None = None,
+        priority: int | Sequence[int] = 0,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or a list of them; answers come in the order given.
@@ -63,14 +65,20 @@ class LLM:
             params: one for all, or one per prompt.
             num_speculative_tokens: γ for this call, at most the configured one; 0 turns speculation off.
             verification: the rule for this call; None for the configured one.
+            priority: one for all, or one per prompt; lower is served first.
             progress: called with (requests finished, requests in all).
 
         Raises `RequestError` before anything runs when a prompt or its parameters cannot be served.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         assembled = [
-            self._factory.assemble(prompt, chosen, num_speculative_tokens, verification)
-            for prompt, chosen in zip(listed, _one_each(params, len(listed)), strict=True)
+            self._factory.assemble(prompt, chosen, num_speculative_tokens, verification, urgency)
+            for prompt, chosen, urgency in zip(
+                listed,
+                _one_each("params", SamplingParams() if params is None else params, len(listed)),
+                _one_each("priority", priority, len(listed)),
+                strict=True,
+            )
         ]
         self._run(assembled, progress)
         return [each.output() for each in assembled]
@@ -195,17 +203,19 @@ class LLM:
         """Bytes of the most KV-cache blocks in use at once, the draft model's included."""
         return self.engine.peak_blocks * self._factory.bytes_per_block
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets what finished requests computed, so that the next ones start from nothing."""
+        self.engine.scheduler.pool.forget()
+
     def reset_stats(self) -> None:
         """Starts counting acceptance and times anew."""
         self.engine.stats = AcceptanceStats()
         self.engine.times = StepTimes()
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"params: {len(params)} given for {count} prompts; give one, or one per prompt")
-    return params
+def _one_each(name: str, given: Value | Sequence[Value], count: int) -> Sequence[Value]:
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{name}: {len(given)} given for {count} prompts; give one, or one per prompt")
+    return given

@@ -49,7 +49,10 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt with its completions; `error` says why when a request failed on its own."""
+    """A prompt with its completions; `error` says why when a request failed on its own.
+
+    `num_cached_tokens` of the prompt had been computed for others before; None until it has started.
+    """
 
     request_id: str
     prompt: str | None
@@ -60,6 +63,7 @@ class RequestOutput:
     times: RequestTimes
     prompt_logprobs: list[dict[int, Any] | None] | None = None
     error: str | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from foredraft.config import VERIFICATIONS, EngineConfig, require_at_least, require_choice
+from foredraft.config import VERIFICATIONS, EngineConfig, require_at_least, require_choice, require_integer
 from foredraft.engine.build import Built
 from foredraft.engine.detokenizer import Detokenizer
 from foredraft.engine.request import Request
@@ -49,14 +49,21 @@ class RequestFactory:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def assemble(
-        self, prompt: Prompt, params: SamplingParams, gamma: int | None, verification: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        gamma: int | None,
+        verification: str | None = None,
+        priority: int = 0,
     ) -> Assembled:
         """The requests (`n` or `best_of` of them) of one prompt.
 
         Args:
             gamma: draft tokens per step for these requests; None for the configured number.
             verification: the rule for these requests; None for the configured one.
+            priority: lower is served first.
         """
+        require_integer("priority", priority)
         if gamma is not None:
             require_at_least("num_speculative_tokens", gamma, 0)
         if verification is not None:
@@ -69,6 +76,7 @@ class RequestFactory:
         for request in requests:
             request.prediction = prediction
             request.max_draft_tokens = gamma
+            request.priority = priority
             # Ranking completions takes their tokens' log-probabilities, shown or not.
             request.num_logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
         return Assembled(text, params, requests, self._built.tokenizer)

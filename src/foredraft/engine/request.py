@@ -26,7 +26,9 @@ class Request:
 
     `num_logprobs` is how many log-probabilities to keep of each output token beside its own, None for none at all.
     `token_ids` holds prompt and output; the target's KV cache holds `num_computed_tokens` of them. Between steps of a
-    decoding request that is all but the last, the anchor.
+    decoding request that is all but the last, the anchor. A lower `priority` is served first; `order` is the place in
+    which the scheduler got the request. `block_hashes` name its full blocks of text, of which `num_published_blocks`
+    can be found by others; `num_cached_tokens` of its first tokens were found when it started.
     """
 
     request_id: str
@@ -41,8 +43,14 @@ class Request:
     prediction: Sequence[int] = ()
     num_logprobs: int | None = None
     max_draft_tokens: int | None = None
+    priority: int = 0
+    order: int = 0
+    overdue: bool = False
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_cached_tokens: int | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -67,6 +75,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Tokens whose KV is not in the cache yet: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Its place among requests that compete; the lowest is served first and preempted last."""
+        return (0, 0, self.order) if self.overdue else (1, self.priority, self.order)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

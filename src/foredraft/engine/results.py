@@ -41,6 +41,7 @@ class Assembled:
             times=RequestTimes(first.arrival, _earliest(requests), _latest(requests)),
             prompt_logprobs=self._with_text(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             error=errors[0] if errors else None,
+            num_cached_tokens=first.num_cached_tokens,
         )
 
     def _completion(self, index: int, request: Request) -> CompletionOutput:

@@ -76,7 +76,7 @@ class Engine:
         """One target forward over the running batch; returns the requests that got tokens or ended."""
         before = replace(self.times)
         with self.times.measure("schedule"):
-            plan, preempted = self.scheduler.schedule()
+            plan, preempted = self.scheduler.schedule(self.drafter.num_reusable if self.drafter else None)
             self._forget(preempted)
             self.peak_blocks = max(self.peak_blocks, self.scheduler.pool.num_used)
             sampling = [part for part in plan if part.samples]
@@ -149,6 +149,7 @@ class Engine:
                     max_draft_tokens=length,
                     state=part.request.state,
                     prediction=part.request.prediction,
+                    block_hashes=part.request.block_hashes,
                 )
                 for part, length in zip(sampling, lengths, strict=True)
             ]
@@ -178,18 +179,27 @@ class Engine:
                 self._commit_one(part, draft, decision)
                 request.logprobs += entries[: request.num_output_tokens - len(request.logprobs)]
                 changed.append(request)
-            request.num_computed_tokens = start + len(valid)
-            if request.finished:
-                self._release(request)
-            else:
-                self.scheduler.pool.truncate(request.block_table, len(request.token_ids))
+            request.num_computed_tokens = min(start + len(valid), len(request.token_ids))
+            if request.error is None:
+                self.scheduler.settle(request)
                 if output.features:
+                    valid = valid[: request.num_computed_tokens - start]
                     rows = torch.tensor([row + index for index in valid], device=self.model.device)
-                    features = tuple(layer[rows] for layer in output.features)
-                    observations.append(Observation(request.request_id, start, features))
+                    observations.append(
+                        Observation(
+                            request.request_id,
+                            start,
+                            tuple(layer[rows] for layer in output.features),
+                            request.block_table,
+                            request.block_hashes,
+                        )
+                    )
             row += num_rows
         if self.drafter is not None and observations:
             self.drafter.observe(observations)
+        for request in changed:
+            if request.finished:
+                self._release(request)
         return changed
 
     def _compact(self, request: Request, start: int, path: Sequence[int]) -> None:
@@ -208,7 +218,8 @@ class Engine:
             request.error = NAN_MESSAGE
             request.finish("error")
             return
-        decoding = request.num_output_tokens > 0
+        # A prompt that is cached but for its last token may draft at once.
+        decoding = request.num_output_tokens > 0 or bool(draft)
         kept = commit_tokens(request, decision.token_ids, decision.num_accepted, len(draft))
         if request.first_token_at is None:
             request.mark_first_token()

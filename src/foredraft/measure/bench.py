@@ -240,6 +240,7 @@ def _engine_mode(llm: LLM, inputs: Sequence[Mapping[str, Any]], params: Sampling
 
 def _measure(llm: LLM, mode: Mode, group: Sequence[int], into: Round, *, with_memory: bool) -> None:
     llm.reset_stats()
+    llm.reset_prefix_cache()  # the modes take turns on the same prompts, and each is to compute them
     device = llm.model.device
     reset_peak(device)
     start = perf_counter()

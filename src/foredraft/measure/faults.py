@@ -54,6 +54,9 @@ class Misreporting:
     def release(self, request_id: str) -> None:
         self._inner.release(request_id)
 
+    def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        return self._inner.num_reusable(block_table, block_hashes)
+
 
 def understated_q(proposal: DraftProposal) -> DraftProposal:
     """Reports half of each draft token's probability, so that tokens are accepted too often."""
