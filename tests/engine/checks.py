@@ -42,8 +42,8 @@ def check_blocks(engine: Engine) -> None:
         held.update(request.block_table)
         for index, block in enumerate(request.block_table):
             end = (index + 1) * size
-            if pool.num_holders(block) > 1:
-                assert pool.is_published(block)
+            if pool.num_holders(block) > 1:  # published once, and perhaps withdrawn since
+                assert end <= request.num_computed_tokens, "a shared block is written again"
             if pool.is_published(block):
                 assert end <= request.num_computed_tokens, "a published block is written again"
                 text = request.token_ids[:end]
