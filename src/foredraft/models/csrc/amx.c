@@ -176,9 +176,11 @@ static void many_rows(const Product *product, const bf16 *x, int M, int first, i
             _tile_zero(2);
             _tile_zero(3);
             for (int t = 0; t < tiles; t++) {
+                if (m == 0) fetch(one + (t + AHEAD) * TILE);
                 _tile_loadd(6, one + t * TILE, 64);
                 _tile_loadd(4, low + t * KC, stride);
                 _tile_dpbf16ps(0, 4, 6);
+                if (m == 0) fetch(two + (t + AHEAD) * TILE);
                 _tile_loadd(7, two + t * TILE, 64);
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_loadd(5, high + t * KC, stride);
