@@ -31,3 +31,7 @@ class OutOfBlocksError(ForedraftError):
 
 class NumericalError(ForedraftError):
     """A target's logits are not numbers (NaN); only the request that they belong to fails."""
+
+
+class EngineStoppedError(ForedraftError):
+    """The engine is shutting down, or was never started."""

@@ -160,6 +160,12 @@ class LLM:
         """Answers one conversation, piece by piece."""
         return self.stream(self._factory.rendered(messages, **template_options), params)
 
+    def assemble(
+        self, prompt: Prompt, params: SamplingParams, num_speculative_tokens: int | None = None, priority: int = 0
+    ) -> Assembled:
+        """The requests of a prompt, checked and ready for the engine; raises `RequestError`."""
+        return self._factory.assemble(prompt, params, num_speculative_tokens, priority=priority)
+
     def rendered(self, messages: Messages, **template_options: Any) -> Prompt:
         """A conversation as a prompt, by the model's chat template."""
         return self._factory.rendered(messages, **template_options)
