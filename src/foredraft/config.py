@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from foredraft.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("draft_model", "ngram", "prediction")
+METHODS = ("draft_model", "ngram", "prediction", "mixture")
 VERIFICATIONS = ("token", "block", "coupled")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 
@@ -37,7 +37,8 @@ class SpeculativeConfig:
     """How drafts are made and verified.
 
     Args:
-        method: `draft_model` (a smaller causal LM), `ngram` (prompt lookup), `prediction` (the text a client sends).
+        method: `draft_model` (a smaller causal LM), `ngram` (prompt lookup), `prediction` (the text a client sends),
+            `mixture` (whichever of `drafters` gains most, step by step).
             None means `draft_model` when `model` is given, else `ngram`.
         model: the draft model: a directory, a hub id or a `.gguf` file; only with `draft_model`.
         num_speculative_tokens: γ, draft tokens proposed per step, at least 1.
@@ -48,6 +49,8 @@ class SpeculativeConfig:
         adaptive: draft at most `num_speculative_tokens`, and as many as give the most tokens per second, none where
             speculation does not pay; False always drafts as many as there is room for.
         explain_lengths: a file, or `-` for stderr, for one line a step on the lengths chosen; only with `adaptive`.
+        drafters: the parts of a `mixture`, two or more. Of theirs count `method`, `model`, the lookup sizes, and
+            `num_speculative_tokens`, which shortens the drafts of that one.
     """
 
     method: str | None = None
@@ -59,6 +62,7 @@ class SpeculativeConfig:
     tree_width: int = 1
     adaptive: bool = True
     explain_lengths: str | None = None
+    drafters: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -92,12 +96,32 @@ class SpeculativeConfig:
             self.tree_width == 1 or self.verification != "block",
             "verification: the block rule is for chains; with tree_width above 1 use token or coupled",
         )
+        self._check_drafters()
         if self.method == "draft_model":
             require(self.model is not None, "method draft_model needs a draft model: give model= (--speculative-model)")
         else:
             require(
                 self.model is None, f"method {self.method} takes no draft model, but model={self.model!r} was given"
             )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods at work: a mixture's parts', or the one."""
+        return tuple(str(each.method) for each in self.drafters or (self,))
+
+    def _check_drafters(self) -> None:
+        if self.method != "mixture":
+            require(not self.drafters, f"drafters: they are for method mixture, not {self.method}")
+            return
+        require(len(self.drafters) >= 2, f"drafters: a mixture needs at least two, not {len(self.drafters)}")
+        require(self.tree_width == 1, "tree_width: a mixture drafts chains; leave it at 1")
+        for drafter in self.drafters:
+            known = isinstance(drafter, SpeculativeConfig)
+            require(known, f"drafters: {drafter!r} is not a SpeculativeConfig")
+            require(drafter.method != "mixture", "drafters: a mixture of mixtures is not supported; list the drafters")
+            require(drafter.tree_width == 1, "drafters: a mixture drafts chains; leave tree_width at 1")
+            whole = drafter.verification is None and drafter.adaptive and drafter.explain_lengths is None
+            require(whole, "drafters: verification, adaptive and explain_lengths are the mixture's, not a drafter's")
 
 
 @dataclass(frozen=True)

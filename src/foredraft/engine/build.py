@@ -12,6 +12,7 @@ import torch
 from foredraft.config import EngineConfig, SpeculativeConfig, require
 from foredraft.draft.draft_model import DraftModelDrafter
 from foredraft.draft.drafter import Drafter
+from foredraft.draft.mixture import MixtureDrafter
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.draft.prediction import PredictionDrafter
 from foredraft.engine.scheduler import Scheduler
@@ -48,9 +49,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     target = load_model(config, progress=progress)
     model = _invariant(config, target.model)
     max_model_len = _context_length(config, model.config.max_model_len)
-    draft = _draft_model(config, target, progress)
+    members = _members(config.speculative)
+    drafts = [_draft_model(config, member, target, progress) for member in members]
+    draft_models = [draft.model for draft in drafts if draft is not None]
 
-    bytes_per_token = model.kv_bytes_per_token + (draft.model.kv_bytes_per_token if draft else 0)
+    bytes_per_token = model.kv_bytes_per_token + sum(each.kv_bytes_per_token for each in draft_models)
     bytes_per_block = bytes_per_token * config.block_size
     num_blocks = _num_blocks(config, max_model_len, bytes_per_block, model.device)
     scheduler = Scheduler(
@@ -60,13 +63,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
         max_model_len=max_model_len,
     )
-    drafter = None
+    drafter: Drafter | None = None
     if config.speculative is not None:
-        drafter = _drafter(config.speculative, draft, num_blocks, config.block_size, model.config.vocab_size)
+        drafters = [
+            _drafter(member, draft, num_blocks, config.block_size, model.config.vocab_size)
+            for member, draft in zip(members, drafts, strict=True)
+        ]
+        drafter = drafters[0]
+        if config.speculative.method == "mixture":
+            longest = [member.num_speculative_tokens for member in members]
+            drafter = MixtureDrafter(list(zip(drafters, longest, strict=True)), model.device)
     cache = model.new_cache(num_blocks, config.block_size)
     lengths = None
     if drafter is not None and config.speculative is not None and config.speculative.adaptive:
-        lengths = adaptive_policy(config, model, cache, drafter, draft.model.weight_bytes if draft else 0)
+        lengths = adaptive_policy(config, model, cache, drafter, sum(each.weight_bytes for each in draft_models))
     engine = Engine(model, cache, scheduler, drafter, lengths=lengths)
     return Built(
         engine=engine,
@@ -90,6 +100,13 @@ def _invariant(config: EngineConfig, model: TargetModel) -> TargetModel:
     return InvariantModel(model)
 
 
+def _members(speculative: SpeculativeConfig | None) -> Sequence[SpeculativeConfig]:
+    """The drafters that are wanted, one by one."""
+    if speculative is None:
+        return ()
+    return speculative.drafters or (speculative,)
+
+
 def _drafter(
     speculative: SpeculativeConfig, draft: LoadedModel | None, num_blocks: int, block_size: int, vocab_size: int
 ) -> Drafter:
@@ -101,10 +118,11 @@ def _drafter(
     return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max, speculative.tree_width)
 
 
-def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress | None) -> LoadedModel | None:
+def _draft_model(
+    config: EngineConfig, speculative: SpeculativeConfig, target: LoadedModel, progress: Progress | None
+) -> LoadedModel | None:
     """The draft model, checked to speak the target's vocabulary."""
-    speculative = config.speculative
-    if speculative is None or speculative.model is None:
+    if speculative.model is None:
         return None
     draft = load_model(config, path=speculative.model, progress=progress)
     if target.tokenizer is not None and draft.tokenizer is not None:
@@ -156,4 +174,6 @@ def _free_memory(device: torch.device) -> int:
 def _name(speculative: SpeculativeConfig | None) -> str | None:
     if speculative is None:
         return None
+    if speculative.drafters:
+        return " + ".join(str(each.model or each.method) for each in speculative.drafters)
     return speculative.model or speculative.method
