@@ -12,7 +12,7 @@ from pathlib import Path
 from foredraft.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("block", "draft_model", "ngram", "prediction")
+METHODS = ("block", "draft_model", "ngram", "prediction", "mixture")
 VERIFICATIONS = ("token", "block", "coupled")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 DEMO = "demo"
@@ -48,7 +48,8 @@ class SpeculativeConfig:
 
     Args:
         method: `block` (a block-parallel drafter), `draft_model` (a smaller causal LM), `ngram` (prompt lookup),
-            `prediction` (the text a client sends). None: what `model`'s own configuration says when it is given;
+            `prediction` (the text a client sends), `mixture` (whichever of `drafters` gains most, step by step).
+            None: what `model`'s own configuration says when it is given;
             else `block` for the target `demo`, whose drafter is shipped, and `ngram` for others.
         model: the drafter's directory for `block` (None: the one shipped for the target), or the draft model: a
             directory, a hub id or a `.gguf` file.
@@ -62,6 +63,8 @@ class SpeculativeConfig:
         adaptive: draft at most `num_speculative_tokens`, and as many as give the most tokens per second, none where
             speculation does not pay; False always drafts as many as there is room for.
         explain_lengths: a file, or `-` for stderr, for one line a step on the lengths chosen; only with `adaptive`.
+        drafters: the parts of a `mixture`, two or more. Of theirs count `method`, `model`, the lookup sizes, and
+            `num_speculative_tokens`, which shortens the drafts of that one.
     """
 
     method: str | None = None
@@ -74,6 +77,7 @@ class SpeculativeConfig:
     corrector: str | None = None
     adaptive: bool = True
     explain_lengths: str | None = None
+    drafters: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if self.method is None and self.model is not None:
@@ -107,6 +111,7 @@ class SpeculativeConfig:
             self.tree_width == 1 or self.verification != "block",
             "verification: the block rule is for chains; with tree_width above 1 use token or coupled",
         )
+        self._check_drafters()
         if self.method == "draft_model":
             require(self.model is not None, "method draft_model needs a draft model: give model= (--speculative-model)")
         require(
@@ -120,9 +125,30 @@ class SpeculativeConfig:
 
     def resolved(self, target: str) -> SpeculativeConfig:
         """This configuration with a method, when it was left to the target."""
+        if self.drafters:
+            return replace(self, drafters=tuple(each.resolved(target) for each in self.drafters))
         if self.method is not None:
             return self
         return replace(self, method="block" if target == DEMO else "ngram")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods at work: a mixture's parts', or the one."""
+        return tuple(str(each.method) for each in self.drafters or (self,))
+
+    def _check_drafters(self) -> None:
+        if self.method != "mixture":
+            require(not self.drafters, f"drafters: they are for method mixture, not {self.method}")
+            return
+        require(len(self.drafters) >= 2, f"drafters: a mixture needs at least two, not {len(self.drafters)}")
+        require(self.tree_width == 1, "tree_width: a mixture drafts chains; leave it at 1")
+        for drafter in self.drafters:
+            known = isinstance(drafter, SpeculativeConfig)
+            require(known, f"drafters: {drafter!r} is not a SpeculativeConfig")
+            require(drafter.method != "mixture", "drafters: a mixture of mixtures is not supported; list the drafters")
+            require(drafter.tree_width == 1, "drafters: a mixture drafts chains; leave tree_width at 1")
+            whole = drafter.verification is None and drafter.adaptive and drafter.explain_lengths is None
+            require(whole, "drafters: verification, adaptive and explain_lengths are the mixture's, not a drafter's")
 
 
 def _method_of(model: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,8 +56,13 @@ def audit(
     json_path: JsonPath = None,
 ) -> int:
     """Check that speculation changes nothing: greedy and seeded tokens, sampled distributions, log-probabilities."""
-    config = engine.config(speculation.config())
-    require(config.speculative is not None, "--no-speculation: without speculation there is nothing to audit")
+    speculative = speculation.config()
+    if not speculation.adaptive:
+        # Lengths that adapt park a bad drafter, and a drafter that does not draft shows no fault.
+        explains = speculative.explain_lengths is not None
+        require(not explains, "--explain-lengths: an audit drafts at full length; add --adaptive")
+        speculative = replace(speculative, adaptive=False)
+    config = engine.config(speculative)
     records = demo_prompts() if run.prompts is None else read_prompts(run.prompts)
 
     from foredraft.measure.audit import AuditPlan, run_audit, self_test

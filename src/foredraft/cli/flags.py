@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foredraft.sampling.params import SamplingParams
 
 Dtype = Literal["bfloat16", "float32"]
-Method = Literal["block", "ngram", "draft_model", "prediction"]
+Method = Literal["block", "ngram", "draft_model", "prediction", "mixture"]
 Verification = Literal["token", "block", "coupled"]
 
 MODEL = "Model and engine"
@@ -143,9 +143,11 @@ class SpeculativeFlags:
             if "speculative_model" in given:
                 given["model"] = given.pop("speculative_model")
             return SpeculativeConfig(**given)
-        for name in given:
-            raise ConfigError(f"--speculative-config and {_flag(name)} both say how to draft; give one of them")
-        return parse_speculative_config(text)
+        config = parse_speculative_config(text)
+        for name, value in given.items():
+            agrees = name == "method" and value == config.method
+            require(agrees, f"--speculative-config and {_flag(name)} both say how to draft; give one of them")
+        return config
 
     def given(self) -> list[str]:
         """The flags that the user typed."""
@@ -254,18 +256,31 @@ class SamplingFlags:
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """The configuration that vLLM's JSON describes; raises `ConfigError` naming the key at fault."""
-    found = _json_object("--speculative-config", text)
+    """The configuration that vLLM's JSON describes; raises `ConfigError` naming the key at fault.
+
+    A mixture's drafters are objects of the same keys; those that set no draft length have the mixture's.
+    """
+    return _speculative_config(_json_object("--speculative-config", text), "--speculative-config")
+
+
+def _speculative_config(found: dict[str, Any], where: str) -> SpeculativeConfig:
     known = [field.name for field in fields(SpeculativeConfig)]
     for key in found:
-        require(key in known, f"--speculative-config: unknown key {key!r}; known keys: {', '.join(known)}")
+        require(key in known, f"{where}: unknown key {key!r}; known keys: {', '.join(known)}")
     for key in ("method", "model", "verification", "explain_lengths"):
         value = found.get(key)
-        require(value is None or isinstance(value, str), f"--speculative-config: {key}: {value!r} is not a string")
+        require(value is None or isinstance(value, str), f"{where}: {key}: {value!r} is not a string")
+    if "drafters" in found:
+        drafters = found["drafters"]
+        whole = isinstance(drafters, list) and all(isinstance(each, dict) for each in drafters)
+        require(whole, f"{where}: drafters: expected a list of objects, got {drafters!r}")
+        length = {key: found[key] for key in ("num_speculative_tokens",) if key in found}
+        parts = [_speculative_config({**length, **each}, f"{where}: drafters") for each in drafters]
+        found = {**found, "drafters": tuple(parts)}
     try:
         return SpeculativeConfig(**found)
     except ConfigError as error:
-        raise ConfigError(f"--speculative-config: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _json_object(flag: str, text: str) -> dict[str, Any]:

@@ -133,12 +133,12 @@ def stats_line(llm: LLM, outputs: list[RequestOutput], seconds: float) -> str:
 
 
 def _check_predictions(records: list[PromptRecord], speculative: SpeculativeConfig | None) -> None:
-    method = speculative.method if speculative is not None else None
+    methods = speculative.methods if speculative is not None else ()
     if any(record.prediction is not None for record in records):
-        require(method == "prediction", "a prediction was given, but nothing uses it: add --method prediction")
+        require("prediction" in methods, "a prediction was given, but nothing uses it: add --method prediction")
     else:
         require(
-            method != "prediction",
+            methods != ("prediction",),
             "--method prediction: give the text as --prediction-file or in a .jsonl file",
         )
 

@@ -16,6 +16,7 @@ from foredraft.draft.block import BlockDrafter
 from foredraft.draft.block_model import BlockModel, load_block_model, uncorrected
 from foredraft.draft.draft_model import DraftModelDrafter
 from foredraft.draft.drafter import Drafter
+from foredraft.draft.mixture import MixtureDrafter
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.draft.prediction import PredictionDrafter
 from foredraft.draft.shipped import SHIPPED_NAME, shipped_drafter
@@ -53,11 +54,13 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     target = load_model(config, progress=progress)
     model = _invariant(config, target.model)
     max_model_len = _context_length(config, model.config.max_model_len)
-    draft = _draft_model(config, target, progress)
-    block_model = _block_model(config.speculative, model)
+    members = _members(config.speculative)
+    drafts = [_draft_model(config, member, target, progress) for member in members]
+    draft_models = [draft.model for draft in drafts if draft is not None]
+    block_models = [_block_model(member, model) for member in members]
 
-    bytes_per_token = model.kv_bytes_per_token + (draft.model.kv_bytes_per_token if draft else 0)
-    bytes_per_token += block_model.config.kv_values_per_token * model.dtype.itemsize if block_model else 0
+    bytes_per_token = model.kv_bytes_per_token + sum(each.kv_bytes_per_token for each in draft_models)
+    bytes_per_token += sum(each.config.kv_values_per_token for each in block_models if each) * model.dtype.itemsize
     bytes_per_block = bytes_per_token * config.block_size
     num_blocks = _num_blocks(config, max_model_len, bytes_per_block, model.device)
     scheduler = Scheduler(
@@ -68,13 +71,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         max_model_len=max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    drafter = None
+    drafter: Drafter | None = None
     if config.speculative is not None:
-        drafter = _drafter(config.speculative, model, draft, block_model, num_blocks, config.block_size)
+        drafters = [
+            _drafter(member, model, draft, block, num_blocks, config.block_size)
+            for member, draft, block in zip(members, drafts, block_models, strict=True)
+        ]
+        drafter = drafters[0]
+        if config.speculative.method == "mixture":
+            longest = [member.num_speculative_tokens for member in members]
+            drafter = MixtureDrafter(list(zip(drafters, longest, strict=True)), model.device)
     cache = model.new_cache(num_blocks, config.block_size)
     lengths = None
     if drafter is not None and config.speculative is not None and config.speculative.adaptive:
-        lengths = adaptive_policy(config, model, cache, drafter, draft.model.weight_bytes if draft else 0)
+        lengths = adaptive_policy(config, model, cache, drafter, sum(each.weight_bytes for each in draft_models))
     engine = Engine(model, cache, scheduler, drafter, lengths=lengths)
     return Built(
         engine=engine,
@@ -98,6 +108,13 @@ def _invariant(config: EngineConfig, model: TargetModel) -> TargetModel:
     return InvariantModel(model)
 
 
+def _members(speculative: SpeculativeConfig | None) -> Sequence[SpeculativeConfig]:
+    """The drafters that are wanted, one by one."""
+    if speculative is None:
+        return ()
+    return speculative.drafters or (speculative,)
+
+
 def _drafter(
     speculative: SpeculativeConfig,
     target: TargetModel,
@@ -117,10 +134,11 @@ def _drafter(
     return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max, speculative.tree_width)
 
 
-def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress | None) -> LoadedModel | None:
+def _draft_model(
+    config: EngineConfig, speculative: SpeculativeConfig, target: LoadedModel, progress: Progress | None
+) -> LoadedModel | None:
     """The draft model, checked to speak the target's vocabulary."""
-    speculative = config.speculative
-    if speculative is None or speculative.method != "draft_model":
+    if speculative.method != "draft_model":
         return None
     assert speculative.model is not None
     draft = load_model(config, path=speculative.model, progress=progress)
@@ -141,9 +159,9 @@ def _draft_model(config: EngineConfig, target: LoadedModel, progress: Progress |
     return draft
 
 
-def _block_model(speculative: SpeculativeConfig | None, target: TargetModel) -> BlockModel | None:
+def _block_model(speculative: SpeculativeConfig, target: TargetModel) -> BlockModel | None:
     """The block drafter, checked against the target and the drafts that are asked of it."""
-    if speculative is None or speculative.method != "block":
+    if speculative.method != "block":
         return None
     if not isinstance(target, Decoder):
         raise DrafterError(
@@ -194,6 +212,8 @@ def _free_memory(device: torch.device) -> int:
 def _name(speculative: SpeculativeConfig | None) -> str | None:
     if speculative is None:
         return None
+    if speculative.drafters:
+        return " + ".join(str(each.model or each.method) for each in speculative.drafters)
     if speculative.method == "block" and speculative.model is None:
         return SHIPPED_NAME
     return speculative.model or speculative.method

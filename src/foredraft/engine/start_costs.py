@@ -52,7 +52,8 @@ def adaptive_policy(
 def key_of(config: EngineConfig, speculative: SpeculativeConfig, model: TargetModel, draft_bytes: int) -> Key:
     """What costs depend on. Weights count by shape and size, not by value: training a model further changes no time."""
     shape = f"{type(model).__name__} {model.config!r} {model.weight_bytes}"
-    drafting = f"{speculative.method} {speculative.model} {speculative.tree_width} {draft_bytes}"
+    parts = [(each.method, each.model) for each in speculative.drafters]
+    drafting = f"{speculative.method} {speculative.model} {parts} {speculative.tree_width} {draft_bytes}"
     return {
         "model": hashlib.sha256(shape.encode()).hexdigest()[:16],
         "drafter": hashlib.sha256(drafting.encode()).hexdigest()[:16],
