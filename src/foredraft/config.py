@@ -140,7 +140,10 @@ class SpeculativeConfig:
         if self.method != "mixture":
             require(not self.drafters, f"drafters: they are for method mixture, not {self.method}")
             return
-        require(len(self.drafters) >= 2, f"drafters: a mixture needs at least two, not {len(self.drafters)}")
+        require(
+            len(self.drafters) >= 2,
+            f"drafters: a mixture needs at least two, not {len(self.drafters)} (--speculative-config)",
+        )
         require(self.tree_width == 1, "tree_width: a mixture drafts chains; leave it at 1")
         for drafter in self.drafters:
             known = isinstance(drafter, SpeculativeConfig)

@@ -60,6 +60,29 @@ def test_a_draft_model_that_is_the_target_is_always_right(foredraft, tiny_model:
     assert "acceptance rate 100.0%" in result.err
 
 
+def test_a_mixture_says_what_plain_decoding_says_and_explains_its_lengths(
+    foredraft, tiny_model: Path, tmp_path: Path
+) -> None:
+    path, lines = tmp_path / "x.json", tmp_path / "lengths.txt"
+    drafters = [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "model": str(tiny_model)}]
+    config = {
+        "method": "mixture",
+        "drafters": drafters,
+        "num_speculative_tokens": 3,
+        "explain_lengths": str(lines),
+    }
+    flags = ["--method", "mixture", "--speculative-config", json.dumps(config)]
+    common = ("generate", "--model", tiny_model, *GREEDY, "--json", path)
+    found = []
+    for more in (["--no-speculation"], flags):
+        assert foredraft(*common, *more, PROMPT).status == 0
+        figures = json.loads(path.read_text())
+        found.append(figures["results"][0]["outputs"][0]["token_ids"])
+    assert found[0] == found[1]
+    assert figures["drafter"] == f"ngram + {tiny_model}"
+    assert "expected" in lines.read_text().splitlines()[0]
+
+
 def test_the_right_prediction_is_accepted(foredraft, tiny_model: Path, tmp_path: Path) -> None:
     answer, path = tmp_path / "answer.txt", tmp_path / "x.json"
     vocab = json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"]

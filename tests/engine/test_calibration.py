@@ -12,6 +12,8 @@ from foredraft import LLM, SamplingParams, SpeculativeConfig
 from foredraft.engine import start_costs
 from foredraft.engine.calibration import measure_costs
 from foredraft.engine.cost_file import cache_directory
+from foredraft.engine.explain import explanation
+from foredraft.errors import ConfigError
 
 PROMPTS = [{"prompt_token_ids": [1, 2, 3, 4, 1, 2, 3]}, {"prompt_token_ids": [5, 9, 5, 9, 5]}]
 
@@ -93,3 +95,8 @@ def test_every_step_is_explained(directory: Path, tmp_path: Path) -> None:
     assert all(
         word in lines[-1] for word in ("step", "chosen=", "drafted=", "verified=", "accepted=", "expected", "came")
     )
+
+
+def test_a_file_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--explain-lengths /no/such"):
+        explanation("/no/such/directory/file")

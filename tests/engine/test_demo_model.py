@@ -75,7 +75,10 @@ def test_float32_is_token_identical_to_transformers(
     method: str, expected: dict[str, list[int]], draft_directory: Path
 ) -> None:
     speculative = SpeculativeConfig(
-        method=method, model=str(draft_directory) if method == "draft_model" else None, num_speculative_tokens=8
+        method=method,
+        model=str(draft_directory) if method == "draft_model" else None,
+        num_speculative_tokens=8,
+        adaptive=False,
     )
     llm = LLM("demo", dtype="float32", max_model_len=256, max_num_seqs=20, speculative=speculative)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -90,7 +93,7 @@ def test_float32_is_token_identical_to_transformers(
 
 def test_bfloat16_is_identical_over_a_hundred_prompts() -> None:
     """The CPU kernels give a row the same bits in any company, so bfloat16 keeps to plain decoding's tokens too."""
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, adaptive=False)
     llm = LLM("demo", max_model_len=256, max_num_seqs=25, invariant=True, speculative=speculative)
     params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
     plain = llm.generate(HUNDRED, params, num_speculative_tokens=0)
@@ -101,7 +104,7 @@ def test_bfloat16_is_identical_over_a_hundred_prompts() -> None:
 
 
 def test_bfloat16_is_identical_with_any_drafts_and_batch_mates(draft_directory: Path) -> None:
-    speculative = SpeculativeConfig(model=str(draft_directory), num_speculative_tokens=7)
+    speculative = SpeculativeConfig(model=str(draft_directory), num_speculative_tokens=7, adaptive=False)
     llm = LLM("demo", dtype="bfloat16", max_model_len=256, max_num_seqs=10, speculative=speculative)
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     plain = [llm.generate(prompt, params, num_speculative_tokens=0)[0].outputs[0].token_ids for prompt in PROMPTS[:8]]

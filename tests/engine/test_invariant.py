@@ -28,7 +28,8 @@ assert not native.available()
 torch.set_num_threads(1)
 directory, draft, invariant = sys.argv[1], sys.argv[2], sys.argv[3] == "invariant"
 llm = LLM(directory, dtype="bfloat16", skip_tokenizer_init=True, invariant=invariant, max_num_seqs=6,
-          max_num_batched_tokens=64, speculative=SpeculativeConfig(model=draft, num_speculative_tokens=5))
+          max_num_batched_tokens=64,
+          speculative=SpeculativeConfig(model=draft, num_speculative_tokens=5, adaptive=False))
 assert llm.is_row_invariant == invariant
 prompts = [
     {"prompt_token_ids": [(seed * 7 + place * place) % 97 for place in range(3 + 5 * seed)]} for seed in range(12)

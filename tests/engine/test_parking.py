@@ -11,7 +11,7 @@ def trials(parking: Parking, cost: float, steps: int, succeed: bool = False) -> 
     """The steps, of one second each, in which the only request is tried."""
     found = []
     for step in range(steps):
-        if parking.trial([(cost, "a")], step) == "a":
+        if parking.is_ready("a", step) and parking.trial([(cost, "a")]) == "a":
             parking.tried("a", succeed, step)
             found.append(step)
         parking.earn(1.0)
@@ -39,19 +39,20 @@ def test_failures_double_the_wait_up_to_a_limit() -> None:
 def test_credit_is_not_hoarded() -> None:
     parking = Parking()
     parking.settle("a", False, 0)
-    parking.trial([(0.5, "a")], FIRST_WAIT)  # names the price
+    parking.trial([(0.5, "a")])  # names the price
     for _ in range(10_000):
         parking.earn(1.0)
-    assert parking.trial([(0.5, "a")], FIRST_WAIT) == "a"
-    assert parking.trial([(0.5, "a")], FIRST_WAIT) is None
+    assert parking.trial([(0.5, "a")]) == "a"
+    assert parking.trial([(0.5, "a")]) is None
 
 
-def test_the_cheapest_ready_request_is_tried() -> None:
+def test_the_cheapest_request_is_tried() -> None:
     parking = Parking()
     for name in ("dear", "cheap", "waiting"):
         parking.settle(name, False, 0)
     parking.tried("waiting", False, 10)
-    assert parking.trial([(0.2, "dear"), (0.0, "waiting"), (0.0, "cheap")], 10) == "cheap"
+    assert [parking.is_ready(name, 10) for name in ("dear", "cheap", "waiting")] == [True, True, False]
+    assert parking.trial([(0.2, "dear"), (0.0, "cheap")]) == "cheap"
 
 
 def test_backlog_counts_from_the_last_draft() -> None:

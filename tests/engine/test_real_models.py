@@ -42,6 +42,7 @@ def engine_on(directories: tuple[Path, Path], method: str | None, **options) -> 
             num_speculative_tokens=6,
             prompt_lookup_min=1,
             tree_width=int(width or 1),
+            adaptive=False,
         )
     return LLM(str(directories[0]), dtype="float32", max_model_len=128, speculative=speculative, **options)
 

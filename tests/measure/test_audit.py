@@ -35,7 +35,7 @@ def llm(directory: Path) -> LLM:
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=64,
-        speculative=SpeculativeConfig(method="ngram", prompt_lookup_min=1, num_speculative_tokens=4),
+        speculative=SpeculativeConfig(method="ngram", prompt_lookup_min=1, num_speculative_tokens=4, adaptive=False),
     )
 
 

@@ -145,7 +145,7 @@ class SpeculativeFlags:
             return SpeculativeConfig(**given)
         config = parse_speculative_config(text)
         for name, value in given.items():
-            agrees = name == "method" and value == config.method
+            agrees = name == "method" and value == json.loads(text).get("method")
             require(agrees, f"--speculative-config and {_flag(name)} both say how to draft; give one of them")
         return config
 

@@ -242,15 +242,24 @@ class AdaptiveLengths:
         self, requests: Sequence[Draftable], lengths: Sequence[int], reach: Floats, step_seconds: Floats
     ) -> tuple[str | None, int]:
         """The parked request to try, if it is time, and how many tokens to draft for it."""
-        parked = [row for row, length in enumerate(lengths) if not length and requests[row].room]
-        if not parked:
+        ready = [
+            row
+            for row, request in enumerate(requests)
+            if request.room and not lengths[row] and self._parking.is_ready(request.request_id, self._number)
+        ]
+        if not ready:
             return None, 0
         drafting, deepest, total = sum(length > 0 for length in lengths), max(lengths), sum(lengths)
         already = self.costs.draft_seconds(deepest, drafting)
-        tries = {row: self._trial_length(reach[row], requests[row].room, step_seconds) for row in parked}
+        sizes = np.arange(self._width, reach.shape[1] + 1, self._width)
+        alone = step_seconds[sizes] + [self.costs.draft_seconds(int(size), 1) for size in sizes]
+        tries: dict[str, int] = {}
         costs = []
-        for row, length in tries.items():
+        for row in ready:
             request = requests[row]
+            # The best length above 0 for this request alone; nodes past its room reach nothing.
+            best = int(sizes[((1 + reach[row].cumsum()[sizes - 1]) / alone).argmax()])
+            length = min(best, request.room)
             missed = self._parking.backlog(request.request_id, request.num_tokens)
             seconds = (
                 self.costs.draft_seconds(max(deepest, length), drafting + 1)
@@ -258,18 +267,10 @@ class AdaptiveLengths:
                 + float(step_seconds[total + length] - step_seconds[total])
                 + self.costs.catch_up * missed
             )
+            tries[request.request_id] = length
             costs.append((max(seconds, 0.0), request.request_id))
-        chosen = self._parking.trial(costs, self._number)
-        return chosen, next((tries[row] for row in parked if requests[row].request_id == chosen), 0)
-
-    def _trial_length(self, reach: Floats, room: int, step_seconds: Floats) -> int:
-        """The best length above 0 for one request alone."""
-        lengths = range(self._width, room + 1, self._width)
-        worth = [
-            (1 + float(reach[:length].sum())) / (float(step_seconds[length]) + self.costs.draft_seconds(length, 1))
-            for length in lengths
-        ]
-        return lengths[int(np.argmax(worth))] if worth else 0
+        chosen = self._parking.trial(costs)
+        return chosen, 0 if chosen is None else tries[chosen]
 
     def _node_reach(self, levels: Floats, rooms: Sequence[int]) -> Floats:
         """Expected accepted tokens [B, γ] that each node adds: a level's, shared by its nodes."""

@@ -65,16 +65,19 @@ class Parking:
         """A step took `seconds`: a share of them may go into trials, no more in hand than the next one costs."""
         self._credit = min(self._credit + PROBE_SHARE * seconds, self._price)
 
-    def trial(self, costs: Sequence[tuple[float, str]], step: int) -> str | None:
-        """The parked request to try in this step: the cheapest whose wait is over, if there is credit for it.
+    def is_ready(self, request_id: str, step: int) -> bool:
+        """Whether a parked request's wait is over."""
+        return self._standing(request_id).next_trial <= step
+
+    def trial(self, costs: Sequence[tuple[float, str]]) -> str | None:
+        """The request to try in this step: the cheapest of the ready ones, if there is credit for it.
 
         Args:
-            costs: seconds that trying each request would add, and its id.
+            costs: seconds that trying each ready request would add, and its id.
         """
-        ready = [pair for pair in costs if self._standing(pair[1]).next_trial <= step]
-        if not ready:
+        if not costs:
             return None
-        seconds, request_id = min(ready)
+        seconds, request_id = min(costs)
         self._price = seconds
         if seconds > self._credit:
             return None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from foredraft.engine.lengths import FixedLengths
 from foredraft.engine.llm import LLM
 from foredraft.engine.outputs import RequestOutput
 from foredraft.measure.distribution import (
@@ -140,14 +141,15 @@ def self_test(llm: LLM, prompts: Sequence[Prompt], plan: AuditPlan, progress: Pr
 @contextmanager
 def _faulty(llm: LLM, fault: str | None) -> Iterator[None]:
     engine = llm.engine
-    drafter, rules = engine.drafter, engine.rules
+    drafter, rules, lengths = engine.drafter, engine.rules, engine.lengths
+    engine.lengths = FixedLengths()  # a cut for cost would hide what the fault does
     engine.drafter = softened_self_draft(engine)
     try:
         if fault is not None:
             FAULTS[fault](engine)
         yield
     finally:
-        engine.drafter, engine.rules = drafter, rules
+        engine.drafter, engine.rules, engine.lengths = drafter, rules, lengths
 
 
 def greedy_identity(llm: LLM, prompts: Sequence[Prompt], plan: AuditPlan) -> Check:
