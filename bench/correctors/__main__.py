@@ -58,7 +58,9 @@ SETTINGS = (
 )
 
 
-def train_corrector(name: str, drafter: Path, target: Decoder, epochs: int, out: Path) -> dict[str, Any]:
+def train_corrector(
+    name: str, drafter: Path, target: Decoder, epochs: int, num_files: int | None, out: Path
+) -> dict[str, Any]:
     """Trains one corrector on the frozen backbone into `out`, unless it is there; its teacher-forced figures."""
     figures = out / "slots.json"
     if figures.exists():
@@ -74,7 +76,7 @@ def train_corrector(name: str, drafter: Path, target: Decoder, epochs: int, out:
     network = Network(model, target)
     stages = (Stage("corrector", epochs, 0.0, 2e-3, (0.0, 0.0)),)
     out.mkdir(parents=True, exist_ok=True)
-    files = sorted((drafter / "work" / "features").glob("*.safetensors"))
+    files = sorted((drafter / "work" / "features").glob("*.safetensors"))[:num_files]
     held = sorted((drafter / "work" / "held-out").glob("*.safetensors"))
     trainer = Trainer(network, files, Settings(stages, Objective(), anchors=32), out)
     trainer.run(lambda each: print(f"\r{name}: {each.done}/{each.total} {each.alpha}", end="", file=sys.stderr))
@@ -140,6 +142,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts of each domain")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--files", type=int, help="feature files to train on; all of them")
+    parser.add_argument("--settings", nargs="+", default=[each.name for each in SETTINGS])
+    parser.add_argument("--train-only", action="store_true", help="leave the decoding for a quiet machine")
     parser.add_argument("--correctors", nargs="+", default=list(CORRECTORS), choices=list(CORRECTORS))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -151,8 +156,10 @@ def main() -> None:
     slots, runs = {}, []
     for name in arguments.correctors:
         out = arguments.out / "drafters" / name
-        slots[name] = train_corrector(name, arguments.drafter, target, arguments.epochs, out)
-    for setting in SETTINGS:
+        slots[name] = train_corrector(name, arguments.drafter, target, arguments.epochs, arguments.files, out)
+    if arguments.train_only:
+        return
+    for setting in [each for each in SETTINGS if each.name in arguments.settings]:
         for name in arguments.correctors:
             if setting.tree and name in NO_TREES:
                 continue

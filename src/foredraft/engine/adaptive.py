@@ -252,6 +252,8 @@ class AdaptiveLengths:
         drafting, deepest, total = sum(length > 0 for length in lengths), max(lengths), sum(lengths)
         already = self.costs.draft_seconds(deepest, drafting)
         sizes = np.arange(self._width, reach.shape[1] + 1, self._width)
+        if not len(sizes):  # room for less than one level of a tree
+            return None, 0
         alone = step_seconds[sizes] + [self.costs.draft_seconds(int(size), 1) for size in sizes]
         tries: dict[str, int] = {}
         costs = []

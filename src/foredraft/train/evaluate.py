@@ -139,6 +139,7 @@ def engine_figures(
         model=str(drafter),
         num_speculative_tokens=2 * slots if tree else slots,
         tree_width=2 if tree else 1,
+        adaptive=False,  # what the drafter can do, not when it pays
     )
     llm = LLM(target, speculative=speculative, **options)  # type: ignore[arg-type]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
