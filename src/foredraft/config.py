@@ -126,7 +126,7 @@ class SpeculativeConfig:
         )
 
     def resolved(self, target: str) -> SpeculativeConfig:
-        """This configuration with a method, when it was left to the target; `target` is "" for one that is not known."""
+        """This configuration with a method, when it was left to the target ("" when that is not known)."""
         if self.drafters:
             return replace(self, drafters=tuple(each.resolved(target) for each in self.drafters))
         if self.method is not None:
