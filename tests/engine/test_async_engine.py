@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.engine.fake import FakeModel, fake_engine
+from tests.engine.fake import ByteTokenizer, FakeModel, fake_engine
 
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.engine.async_engine import AsyncEngine, Piece
@@ -20,8 +20,8 @@ PARAMS = SamplingParams(max_tokens=30, temperature=0.0, detokenize=False)
 class Served:
     """An `AsyncEngine` over a fake model."""
 
-    def __init__(self, **options) -> None:
-        self.model = FakeModel(max_model_len=256)
+    def __init__(self, vocab_size: int = 11, **options) -> None:
+        self.model = FakeModel(vocab_size, max_model_len=256)
         self.engine, self.factory = fake_engine(self.model, NgramDrafter(1, 3), gamma=3, num_blocks=60, **options)
 
         def assemble(prompt, params, gamma=None, priority=0):
@@ -215,5 +215,106 @@ def test_draining_gives_up_after_its_time() -> None:
             assert await tested.async_engine.drain(0.1) is False
             pieces = await running
             assert pieces[-1].finish_reason == "abort"
+
+    asyncio.run(run())
+
+
+def test_one_choice_can_be_ended_while_the_others_go_on() -> None:
+    params = SamplingParams(max_tokens=120, n=2, seed=4, detokenize=False)
+
+    async def run() -> None:
+        async with Served() as tested:
+            stream = await tested.async_engine.submit({"prompt_token_ids": [3, 1]}, params)
+            pieces = []
+            async for piece in stream.pieces():
+                if not pieces:
+                    stream.abort(0)
+                pieces.append(piece)
+            output = pieces[-1].output
+            assert output is not None
+            assert [each.finish_reason for each in output.outputs] == ["abort", "length"]
+            assert tokens(pieces, 0) == output.outputs[0].token_ids
+            assert tokens(pieces, 1) == output.outputs[1].token_ids
+            assert len(tokens(pieces, 1)) == 120
+
+    asyncio.run(run())
+
+
+def test_the_best_completions_come_ranked_at_the_end() -> None:
+    params = SamplingParams(max_tokens=12, n=2, best_of=5, seed=4, detokenize=False)
+
+    async def run() -> None:
+        async with Served() as tested:
+            pieces = await tested.answer([3, 1], params)
+        output = pieces[-1].output
+        assert output is not None
+        assert [piece.index for piece in pieces] == [0, 1]
+        assert [tokens(pieces, index) for index in range(2)] == [each.token_ids for each in output.outputs]
+
+    asyncio.run(run())
+
+
+def test_a_step_that_fails_after_a_request_ended_gives_its_blocks_back() -> None:
+    async def run() -> None:
+        async with Served() as tested:
+            settle, calls = tested.engine.scheduler.settle, []
+
+            def broken(request):
+                settle(request)
+                if request.finished and not calls:
+                    calls.append(1)
+                    raise RuntimeError("at the very end")
+
+            tested.engine.scheduler.settle = broken
+            pieces = await tested.answer([1, 2, 3])
+            assert pieces[-1].output is not None
+            assert calls
+            assert tested.engine.scheduler.pool.num_used == 0
+            assert not tested.engine.scheduler.running
+            assert tokens(await tested.answer([1, 2, 3])) == plain([1, 2, 3])
+
+    asyncio.run(run())
+
+
+def test_work_between_steps_returns_or_raises_to_its_caller_alone() -> None:
+    async def run() -> None:
+        async with Served() as tested:
+            running = asyncio.create_task(tested.answer([6, 1]))
+            assert await tested.async_engine.between_steps(lambda: 7) == 7
+            with pytest.raises(ZeroDivisionError):
+                await tested.async_engine.between_steps(lambda: 1 // 0)
+            assert tokens(await running) == plain([6, 1])
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_steps_all_fail_is_stuck_until_one_works() -> None:
+    async def run() -> None:
+        async with Served() as tested:
+            forward = tested.model.forward
+            tested.model.forward = None
+            for _ in range(3):
+                assert not tested.async_engine.is_stuck
+                await tested.answer([1, 2])
+            assert tested.async_engine.is_stuck
+            tested.model.forward = forward
+            assert tokens(await tested.answer([1, 2])) == plain([1, 2])
+            assert not tested.async_engine.is_stuck
+
+    asyncio.run(run())
+
+
+def test_every_token_knows_where_its_characters_end() -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=2)
+
+    async def run() -> None:
+        async with Served(vocab_size=256, tokenizer=ByteTokenizer()) as tested:
+            pieces = await tested.answer([65, 66], params)
+        text, ends = "".join(piece.text for piece in pieces), [end for piece in pieces for end in piece.ends]
+        ids = tokens(pieces)
+        assert len(ends) == len(ids)
+        assert ends[-1] == len(text)
+        for count, end in enumerate(ends, start=1):
+            assert bytes(ids[:count]).decode(errors="replace").startswith(text[:end])
 
     asyncio.run(run())

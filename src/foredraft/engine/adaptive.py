@@ -103,6 +103,10 @@ class AdaptiveLengths:
         self._raw: Floats | None = None
         self._plan: StepPlan | None = None
 
+    @property
+    def num_parked(self) -> int:
+        return self._parking.num_parked
+
     def choose(self, requests: Sequence[Draftable], num_prefill_tokens: int) -> list[int]:
         self._number += 1
         rooms = [request.room for request in requests]

@@ -1,62 +1,42 @@
 """`AsyncEngine`: many callers on one event loop, one thread that steps the engine for all of them.
 
-The loop never waits for a step, and a step never waits for a caller: what a slow reader has not taken is merged into
-one piece, so it holds up nobody and takes no more memory than its own output.
+The loop never waits for a step, and a step never waits for a caller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import monotonic
+from typing import Any, TypeVar
 
+from foredraft.engine.answer_stream import AnswerStream, Piece
 from foredraft.engine.llm import LLM
-from foredraft.engine.outputs import RequestOutput
 from foredraft.engine.prompts import Prompt
 from foredraft.engine.request import Request
-from foredraft.engine.results import Assembled
 from foredraft.errors import EngineStoppedError, RequestError
-from foredraft.sampling.logprobs import Logprob
 from foredraft.sampling.params import SamplingParams
+
+Result = TypeVar("Result")
+OnStep = Callable[[Sequence[Request]], None]
 
 ASSEMBLY_SECONDS = 10.0
 """Longest time that a prompt's tokens and grammar may take to prepare."""
 
+STUCK_SECONDS = 60.0
+"""A step that takes longer counts as stuck."""
+
+FAILURES_IN_A_ROW = 3
+"""So many failed steps without one that worked, and the engine counts as broken."""
+
 FAILED_STEP = "the engine failed in this request's step and ended it; others go on: {error}"
 
-
-@dataclass
-class Piece:
-    """What is new of one choice since the last piece: whole characters, and the tokens that were committed.
-
-    Args:
-        index: of the choice.
-        origins: how each token came about, as in `CompletionOutput`.
-        finish_reason: of the choice, on its last piece.
-        output: the whole answer, on the last piece of the last choice.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    origins: str = ""
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    finish_reason: str | None = None
-    output: RequestOutput | None = None
-
-    def merge(self, later: Piece) -> None:
-        """Takes in the piece that follows this one."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        self.origins += later.origins
-        self.logprobs += later.logprobs
-        self.finish_reason = later.finish_reason
-        self.output = later.output
+log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
@@ -64,21 +44,25 @@ class AsyncEngine:
 
     Args:
         llm: the engine to drive; nobody else may step it from now on.
+        on_step: told, on the engine's thread, the requests that a step gave tokens to, and those that ended otherwise.
 
     Call `start` on the event loop before the first request, and `stop` at the end.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, on_step: OnStep | None = None) -> None:
         self.llm = llm
         self._engine = llm.engine
+        self._on_step = on_step
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._assembly = ThreadPoolExecutor(max_workers=2, thread_name_prefix="assemble")
+        self._assembly = ThreadPoolExecutor(max_workers=4, thread_name_prefix="assemble")
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._streams: dict[Request, _Stream] = {}
+        self._streams: dict[Request, AnswerStream] = {}
         self._stopping = False
         self._draining = False
+        self._idle_at = monotonic()
+        self._failures_in_a_row = 0
         self.num_steps = 0
         """Steps made since the start; it grows while there is work, unless the engine is stuck."""
         self.num_failed_steps = 0
@@ -95,21 +79,25 @@ class AsyncEngine:
         return self._thread is not None and self._thread.is_alive() and not self._draining
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether the thread hangs in a step, or no step works any more."""
+        waits = bool(self._streams or self._inbox) and monotonic() - self._idle_at > STUCK_SECONDS
+        return waits or self._failures_in_a_row >= FAILURES_IN_A_ROW
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run; one prompt has `n` of them."""
         return len(self._streams)
 
-    async def generate(
+    async def submit(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
         num_speculative_tokens: int | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[Piece]:
-        """Answers one prompt, piece by piece, all its choices together.
-
-        Leaving the iterator early, or cancelling the task that reads it, takes the request out of the next step.
+    ) -> AnswerStream:
+        """Queues one prompt and returns its answers to come. Whoever does not read them to the end must `abort` them.
 
         Args:
             num_speculative_tokens: γ for this request; 0 for none.
@@ -119,40 +107,64 @@ class AsyncEngine:
             RequestError: the prompt or its parameters cannot be served, or take too long to prepare.
             EngineStoppedError: the engine takes no more requests.
         """
-        if not self.is_running:
-            raise EngineStoppedError("the engine takes no more requests: it is shutting down or was not started")
-        assembled = await self._assembled(prompt, params, num_speculative_tokens, priority)
-        stream = _Stream(assembled)
+        self._check_running()
+        assembled = await self.off_loop(self.llm.assemble, prompt, params, num_speculative_tokens, priority)
+        self._check_running()
+        stream = AnswerStream(assembled, lambda owner, requests: self._call(lambda: self._abort(owner, requests)))
         self._call(lambda: self._add(stream))
-        try:
-            while True:
-                for piece in await stream.take():
-                    yield piece
-                    if piece.output is not None:
-                        return
-        finally:
-            if not stream.over:
-                self._call(lambda: self._abort(stream))
+        return stream
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Any
-    ) -> AsyncIterator[Piece]:
-        """Answers a conversation, rendered by the model's chat template; `options` are those of `generate`."""
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._assembly, self.llm.rendered, messages)
-        async for piece in self.generate(prompt, params, **options):
-            yield piece
+    async def generate(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AsyncIterator[Piece]:
+        """Answers one prompt, piece by piece, all its choices together; `options` and errors are those of `submit`.
+
+        Leaving the iterator early, or cancelling the task that reads it, takes the request out of the next step.
+        """
+        stream = await self.submit(prompt, params, **options)
+        try:
+            async for piece in stream.pieces():
+                yield piece
+        finally:
+            stream.abort()
+
+    async def off_loop(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs what prepares a request (tokenizing, templates, grammars) beside the event loop.
+
+        Raises `RequestError` when it takes longer than `ASSEMBLY_SECONDS`.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._assembly, work, *arguments)
+        try:
+            return await asyncio.wait_for(future, ASSEMBLY_SECONDS)
+        except TimeoutError:
+            raise RequestError(
+                f"preparing this request took longer than {ASSEMBLY_SECONDS:.0f} s; shorten its prompt or its grammar"
+            ) from None
+
+    async def between_steps(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` on the engine's thread, where nothing else uses the model; raises what it raises."""
+        self._check_running()
+        future: Future[Result] = Future()
+
+        def action() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._call(action)
+        return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float) -> bool:
         """Takes no new requests and waits for the others; False when some were still running after `timeout` seconds,
         which are then aborted."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout
-        while self._streams and asyncio.get_running_loop().time() < deadline:
+        while (self._streams or self._inbox) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
-        finished = not self._streams
-        for stream in set(self._streams.values()):
-            self._call(lambda stream=stream: self._abort(stream))  # type: ignore[misc]
+        finished = not self._streams and not self._inbox
+        for stream in set(self._streams.copy().values()):
+            stream.abort()
         return finished
 
     async def stop(self) -> None:
@@ -165,20 +177,15 @@ class AsyncEngine:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         self._assembly.shutdown(wait=False, cancel_futures=True)
 
-    async def _assembled(self, prompt: Prompt, params: SamplingParams, gamma: int | None, priority: int) -> Assembled:
-        work = asyncio.get_running_loop().run_in_executor(
-            self._assembly, self.llm.assemble, prompt, params, gamma, priority
-        )
-        try:
-            return await asyncio.wait_for(work, ASSEMBLY_SECONDS)
-        except TimeoutError:
-            raise RequestError(
-                f"preparing this request took longer than {ASSEMBLY_SECONDS:.0f} s; shorten its prompt or its grammar"
-            ) from None
+    def _check_running(self) -> None:
+        if not self.is_running:
+            raise EngineStoppedError("the engine takes no more requests: it is shutting down or was not started")
 
     def _call(self, action: Callable[[], None]) -> None:
         """Has the engine's thread do something before its next step."""
         with self._wake:
+            if not self._inbox and not self._streams:
+                self._idle_at = monotonic()
             self._inbox.append(action)
             self._wake.notify()
 
@@ -197,107 +204,79 @@ class AsyncEngine:
                 action()
             if self._streams:
                 self._step()
+            self._idle_at = monotonic()
 
-    def _add(self, stream: _Stream) -> None:
+    def _add(self, stream: AnswerStream) -> None:
+        requests = stream.assembled.requests
         try:
-            for request in stream.assembled.requests:
+            for request in requests:
                 self._engine.add(request)
                 self._streams[request] = stream
         except Exception as error:  # no room for it, ever: told to its caller alone
             self._fail(stream, str(error))
             return
         if self._stopping:
-            self._abort(stream)
+            self._abort(stream, requests)
 
-    def _abort(self, stream: _Stream) -> None:
-        for request in stream.assembled.requests:
-            if self._streams.pop(request, None) is not None:
-                self._engine.abort(request)
-        self._deliver(stream, [])
+    def _abort(self, stream: AnswerStream, requests: list[Request]) -> None:
+        running = [request for request in requests if self._streams.pop(request, None) is not None]
+        for request in running:
+            self._engine.abort(request)
+        if running:
+            self._told(running)
+            self._deliver(stream, running)
 
-    def _fail(self, stream: _Stream, reason: str) -> None:
+    def _fail(self, stream: AnswerStream, reason: str) -> None:
+        requests = [request for request in stream.assembled.requests if request.finish_reason in (None, "abort")]
         for request in stream.assembled.requests:
-            if self._streams.pop(request, None) is not None:
-                self._engine.abort(request)
+            self._streams.pop(request, None)
+            self._engine.abort(request)
+        for request in requests:
             request.error = reason
             request.finish("error")
-        self._deliver(stream, [])
+        self._told(requests)
+        self._deliver(stream, requests)
 
     def _step(self) -> None:
         try:
             changed = self._engine.step()
         except Exception as error:
-            # Nothing is known of the state of those that took part; those that wait are untouched.
-            self.num_failed_steps += 1
-            reason = FAILED_STEP.format(error=f"{type(error).__name__}: {error}")
-            running = [request for request in self._streams if request in self._engine.scheduler.running]
-            for stream in {self._streams[request] for request in running or self._streams}:
-                self._fail(stream, reason)
+            self._recover(error)
             return
         self.num_steps += 1
-        pieces: dict[_Stream, list[Piece]] = {}
+        self._failures_in_a_row = 0
+        self._told(changed)
+        by_stream: dict[AnswerStream, list[Request]] = {}
         for request in changed:
-            owner = self._streams.get(request)
-            if owner is not None:
-                pieces.setdefault(owner, []).append(owner.piece(request))
+            stream = self._streams.get(request)
+            if stream is not None:
+                by_stream.setdefault(stream, []).append(request)
                 if request.finished:
                     del self._streams[request]
-        for stream, new in pieces.items():
-            self._deliver(stream, new)
+        for stream, requests in by_stream.items():
+            self._deliver(stream, requests)
 
-    def _deliver(self, stream: _Stream, pieces: list[Piece]) -> None:
-        if stream.finished and (not pieces or pieces[-1].output is None):
-            output = stream.assembled.output()
-            if pieces:
-                pieces[-1].output = output
-            else:
-                pieces = [Piece(0, finish_reason=output.outputs[0].finish_reason, output=output)]
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: nothing is known of what took part in it, so that is ended, and what it may have
+        left for others to reuse is forgotten. Requests that wait are untouched."""
+        log.exception("a step failed", exc_info=error)
+        self.num_failed_steps += 1
+        self._failures_in_a_row += 1
+        reason = FAILED_STEP.format(error=f"{type(error).__name__}: {error}")
+        scheduler = self._engine.scheduler
+        waiting = set(scheduler.waiting)
+        ended = {self._streams[request] for request in self._streams if request not in waiting}
+        for stream in ended or set(self._streams.values()):
+            self._fail(stream, reason)
+        scheduler.pool.forget()
+
+    def _told(self, changed: Sequence[Request]) -> None:
+        if self._on_step is not None:
+            self._on_step(changed)
+
+    def _deliver(self, stream: AnswerStream, changed: list[Request]) -> None:
+        pieces = stream.new_pieces(changed)
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and its readers with it
-            self._loop.call_soon_threadsafe(stream.put, pieces)
-
-
-class _Stream:
-    """The way from the engine's thread to one reader."""
-
-    def __init__(self, assembled: Assembled) -> None:
-        self.assembled = assembled
-        self.over = False
-        self._index = {request: index for index, request in enumerate(assembled.requests)}
-        self._shown = [0] * len(assembled.requests)
-        self._pending: dict[int, Piece] = {}
-        self._arrived = asyncio.Event()
-
-    @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.assembled.requests)
-
-    def piece(self, request: Request) -> Piece:
-        """What is new of a request; on the engine's thread. Nothing of completions that are still to be ranked."""
-        index = self._index[request]
-        if len(self._shown) > self.assembled.params.n:
-            return Piece(0)
-        shown = self._shown[index]
-        tokens = request.output_token_ids[shown:]
-        self._shown[index] += len(tokens)
-        text = request.detokenizer.pop_new_text(request.finished) if request.detokenizer else ""
-        reason = request.finish_reason if request.finished else None
-        return Piece(index, text, tokens, request.origins[shown:], request.logprobs[shown:], reason)
-
-    def put(self, pieces: list[Piece]) -> None:
-        """Adds pieces; on the event loop."""
-        for piece in pieces:
-            known = self._pending.get(piece.index)
-            if known is None:
-                self._pending[piece.index] = piece
-            else:
-                known.merge(piece)
-            self.over = self.over or piece.output is not None
-        self._arrived.set()
-
-    async def take(self) -> list[Piece]:
-        """The pieces since the last call, one a choice, the one with the whole answer last; waits for the first."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        pieces, self._pending = list(self._pending.values()), {}
-        return sorted(pieces, key=lambda piece: (piece.output is not None, piece.index))
+        if pieces:
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and its readers with it
+                self._loop.call_soon_threadsafe(stream.put, pieces)

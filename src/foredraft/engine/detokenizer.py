@@ -51,6 +51,8 @@ class Detokenizer:
         self._num_tokens = 0
         self._min_tokens = min_tokens
         self.text = ""
+        self.ends: list[int] = []
+        """Where in the text, before it is cut at a stop string, each token's characters end."""
 
     def append(self, token_id: int) -> str | None:
         """Takes the next token; returns the stop string that it completed, else None.
@@ -61,18 +63,24 @@ class Detokenizer:
         self._num_tokens += 1
         before = self._decode(self._window[: self._shown])
         after = self._decode(self._window)
+        self.ends.append(len(self.text))
         if after == before:  # a token without text, a skipped special one say
             self._window = self._window[-self._context :]
             self._shown = len(self._window)
             return None
         if after.endswith(REPLACEMENT) or len(after) < len(before):
             return None  # part of a character: wait for its other bytes
-        return self._take(after[len(before) :])
+        piece = after[len(before) :]
+        self.ends[-1] += len(piece)
+        return self._take(piece)
 
     def finish(self) -> str | None:
         """Takes what was held back for want of more bytes; returns a stop string if that completed one."""
         piece = self._decode(self._window)[len(self._decode(self._window[: self._shown])) :]
-        return self._take(piece) if piece else None
+        if not piece:
+            return None
+        self.ends[-1] += len(piece)
+        return self._take(piece)
 
     def _take(self, piece: str) -> str | None:
         start = len(self.text)

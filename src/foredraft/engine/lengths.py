@@ -55,6 +55,11 @@ class StepOutcome:
 class LengthPolicy(Protocol):
     """Decides how long drafts are."""
 
+    @property
+    def num_parked(self) -> int:
+        """Requests that do not draft for now because it would not pay; read from any thread."""
+        ...
+
     def choose(self, requests: Sequence[Draftable], num_prefill_tokens: int) -> list[int]:
         """How many tokens to draft for each request, at most its room; 0 for none."""
         ...
@@ -74,6 +79,8 @@ class LengthPolicy(Protocol):
 
 class FixedLengths:
     """Always the longest draft there is room for."""
+
+    num_parked = 0
 
     def choose(self, requests: Sequence[Draftable], num_prefill_tokens: int) -> list[int]:
         return [request.room for request in requests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from foredraft.config import EngineConfig, SpeculativeConfig
@@ -46,6 +47,7 @@ class LLM:
         self.model = built.engine.model
         self.tokenizer = built.tokenizer
         self.drafter_name = built.drafter_name
+        self.max_model_len = built.max_model_len
         self._factory = RequestFactory(self.config, built)
 
     def generate(
@@ -188,6 +190,12 @@ class LLM:
     def is_row_invariant(self) -> bool:
         """Whether a token's logits have the same bits whatever else is in the forward."""
         return self.model.is_row_invariant
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token: a text cannot have more of them for each of its tokens."""
+        tokens = range(self.model.config.vocab_size)
+        return max(len(self.tokenizer.id_to_bytes(token)) for token in tokens) if self.tokenizer else 1
 
     @property
     def eos_token_ids(self) -> Sequence[int]:

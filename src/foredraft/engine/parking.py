@@ -41,6 +41,11 @@ class Parking:
         self._credit = 0.0
         self._price = 0.0
 
+    @property
+    def num_parked(self) -> int:
+        """Requests that are parked now."""
+        return sum(standing.parked for standing in list(self._standings.values()))
+
     def is_parked(self, request_id: str) -> bool:
         """Whether a request is parked now."""
         return self._standing(request_id).parked

@@ -28,7 +28,7 @@ class Assembled:
         stats = AcceptanceStats()
         for request in requests:
             stats.add(request.stats)
-        chosen = _best(requests, self.params.n)
+        chosen = best(requests, self.params.n)
         errors = [request.error for request in requests if request.error]
         first = requests[0]
         return RequestOutput(
@@ -71,7 +71,7 @@ class Assembled:
         ]
 
 
-def _best(requests: Sequence[Request], count: int) -> Sequence[Request]:
+def best(requests: Sequence[Request], count: int) -> Sequence[Request]:
     """The `count` completions with the most probable text; the given order when all are wanted."""
     if count == len(requests):
         return requests

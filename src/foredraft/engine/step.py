@@ -69,7 +69,9 @@ class Engine:
         """Ends a request before its time and frees what it holds."""
         if not request.finished:
             request.finish("abort")
-            self._release(request)
+        elif not request.block_table:
+            return  # over long ago; with blocks left, its last step failed before it gave them back
+        self._release(request)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
