@@ -32,7 +32,8 @@ HIDDEN = 8
 MODEL = "scripted"
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}"
     "{% endfor %}"
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

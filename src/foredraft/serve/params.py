@@ -170,4 +170,5 @@ def template_options(body: ChatBody) -> dict[str, Any]:
     for name in given:
         if name in reserved or not name.isidentifier():
             raise ApiError(400, f"chat_template_kwargs: {name!r} cannot be set here", param="chat_template_kwargs")
-    return {**given, "add_generation_prompt": not goes_on if prompting is None else prompting}
+    opening = not goes_on if prompting is None else prompting
+    return {**given, "add_generation_prompt": opening, **({"continue_final_message": True} if goes_on else {})}

@@ -144,7 +144,7 @@ class ToolReader:
                 self._text, self._in_call = begin, True
                 return True
             self._only_content = self._only_content or bool(begin)
-            held = 0
+            held = 0 if self._only_content else len(self._text)  # white space, or what parts two calls
         content = self._text[: len(self._text) - held]
         # White space may part content from a call, where it belongs to neither.
         told = content if finished else content.rstrip()
