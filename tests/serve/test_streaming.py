@@ -111,6 +111,12 @@ def test_origins_on_demand(post) -> None:
     assert "".join(span["text"] for span in spans) == "la la la la "
     assert {span["origin"] for span in spans} <= set("arbt")
     assert any(span["origin"] == "a" for span in spans)
+    lengths = [length for event in events for length in event["choices"][0]["draft_lengths"]]
+    assert max(lengths) == 4
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": body["prompt"]}], "stream": True}
+    chat |= {"temperature": 0, "speculation": {"origins": True}}
+    told = [json.loads(line)["choices"][0] for line in lines(post("/v1/chat/completions", chat))[:-1]]
+    assert "".join(span["text"] for choice in told for span in choice.get("spans", ())) == "la la la la STOP"
     assert "spans" not in post("/v1/completions", body).text
 
 

@@ -138,15 +138,14 @@ def serve(
     config = engine.config(switch.config(speculation))
     settings = server.settings()
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    if settings.is_open:
-        note(f"foredraft: warning: --host {settings.host} lets others in; give --api-key to ask them for a key")
-
     from foredraft.serve.guards import load_guards
 
     load_guards(settings.guard, settings.guard_keywords)  # before the model loads
     from foredraft.serve.run import bind, run_server
 
     listening = bind(settings)
+    if settings.is_open:
+        note(f"foredraft: warning: --host {settings.host} lets others in; give --api-key to ask them for a key")
     try:
         from foredraft.serve.app import make_state
 

@@ -151,11 +151,12 @@ async def running(
                     stream.abort()
 
 
-def spans(shown: Shown) -> list[dict[str, str]]:
-    """What is new with the origin of its tokens, neighbours of one origin together: our extension for the web page."""
-    found: list[dict[str, str]] = []
+def origins(shown: Shown) -> dict[str, Any]:
+    """What is new token by token with its origin, and the length of each step's draft: our extension for the web page.
+
+    Origins are `a` accepted, `r` recovered, `b` bonus, `t` the target's without a draft.
+    """
     told = [(token.text, token.origin) for token in shown.tokens]
-    for text, origin in [*told, *([shown.tail] if shown.tail else [])]:
-        if text or origin:
-            found.append({"text": text, "origin": origin})
-    return found
+    told += [shown.tail] if shown.tail else []
+    spans = [{"text": text, "origin": origin} for text, origin in told]
+    return {"spans": spans, "draft_lengths": shown.draft_lengths}

@@ -73,7 +73,9 @@ def create_app(state: ServerState) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'"})
+        return FileResponse(
+            PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'; img-src data:"}
+        )
 
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
     install_error_handlers(app)

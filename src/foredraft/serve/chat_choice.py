@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foredraft.serve.answers import spans
+from foredraft.serve.answers import origins
 from foredraft.serve.choice_text import Shown, ShownToken
 from foredraft.serve.logprobs import chat_logprobs
 from foredraft.serve.tools import CallArguments, CallStart, Content, Event, ToolReader
@@ -20,17 +20,17 @@ class ChatChoice:
     Args:
         reader: tells tool calls from content; None where there are no tools.
         top_logprobs: most probable tokens told at each place; None for no log-probabilities.
-        with_spans: whether chunks tell the origin of their text.
+        with_origins: whether chunks tell the origin of their text.
     """
 
     def __init__(
-        self, index: int, reader: ToolReader | None, tokenizer: Any, top_logprobs: int | None, with_spans: bool
+        self, index: int, reader: ToolReader | None, tokenizer: Any, top_logprobs: int | None, with_origins: bool
     ) -> None:
         self._index = index
         self._reader = reader
         self._tokenizer = tokenizer
         self._top = top_logprobs
-        self._with_spans = with_spans
+        self._with_origins = with_origins
         self._begun = False
         self._tokens: list[ShownToken] = []  # shown, but not told with a delta yet
 
@@ -55,8 +55,9 @@ class ChatChoice:
             if self._top is not None and self._tokens:
                 last["logprobs"] = self._logprobs()
             choices.append(last)
-        if self._with_spans and choices and (told := spans(shown)):
-            choices[-1]["spans"] = told
+        if self._with_origins and (shown.tokens or shown.draft_lengths):
+            choices = choices or [self._choice({})]
+            choices[-1] |= origins(shown)
         return choices
 
     def whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

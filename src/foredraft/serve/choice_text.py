@@ -29,12 +29,14 @@ class ShownToken:
 class Shown:
     """What is new of a choice.
 
-    `tail` is text of a token that was cut by a stop string, with its origin: part of `text`, but of no token.
+    `draft_lengths` are the draft tokens verified in each step since. `tail` is text of a token that was cut by a stop
+    string, with its origin: part of `text`, but of no token.
     """
 
     text: str = ""
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
+    draft_lengths: list[int] = field(default_factory=list)
     tail: tuple[str, str] | None = None
 
 
@@ -78,7 +80,8 @@ class ChoiceText:
         if self.finish_reason is not None and self._waiting and self._waiting[0][1] < self._num_shown:
             _, start, _, origin, _ = self._waiting[0]
             tail = (self._text[start:], origin)
-        return Shown(self._text[begin : self._num_shown], tokens, self.finish_reason, tail)
+        text = self._text[begin : self._num_shown]
+        return Shown(text, tokens, self.finish_reason, piece.draft_lengths, tail)
 
     def _queue(self, piece: Piece) -> None:
         ended = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)

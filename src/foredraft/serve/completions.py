@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from foredraft.engine.detokenizer import Detokenizer
-from foredraft.serve.answers import Answers, running, spans
+from foredraft.serve.answers import Answers, origins, running
 from foredraft.serve.choice_text import Shown, ShownToken
 from foredraft.serve.embedding import listed
 from foredraft.serve.errors import ApiError, JsonResponse
@@ -147,10 +147,10 @@ async def _chunks(body: CompletionBody, answers: Answers) -> AsyncIterator[Any]:
             continue
         logprobs = maker.logprobs(index, shown.tokens, first)
         choice = maker.choice(index, text, logprobs, shown.finish_reason)
-        yield {**head, "choices": [_spanned(choice, shown, body)], **({"usage": None} if with_usage else {})}
+        yield {**head, "choices": [_with_origins(choice, shown, body)], **({"usage": None} if with_usage else {})}
     if with_usage:
         yield {**head, "choices": [], "usage": maker.usage()}
 
 
-def _spanned(choice: dict[str, Any], shown: Shown, body: CompletionBody) -> dict[str, Any]:
-    return {**choice, "spans": spans(shown)} if body.speculation.origins else choice
+def _with_origins(choice: dict[str, Any], shown: Shown, body: CompletionBody) -> dict[str, Any]:
+    return {**choice, **origins(shown)} if body.speculation.origins else choice
