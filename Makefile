@@ -22,7 +22,7 @@ $(STAMP): $(SOURCES)
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/foredraft bench --method ngram --num-speculative-tokens 7 --max-tokens 96
+	$(BIN)/foredraft bench --num-speculative-tokens 7 --max-tokens 96
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -16,6 +16,8 @@ METHODS = ("block", "draft_model", "ngram", "prediction", "mixture")
 VERIFICATIONS = ("token", "block", "coupled")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 DEMO = "demo"
+DEMO_DRAFTS = 7
+"""Drafts of a block of the drafter that is shipped for it."""
 BLOCK_ARCHITECTURE = "ForedraftBlockDrafter"
 """How a block drafter's `config.json` names itself."""
 
@@ -50,7 +52,7 @@ class SpeculativeConfig:
         method: `block` (a block-parallel drafter), `draft_model` (a smaller causal LM), `ngram` (prompt lookup),
             `prediction` (the text a client sends), `mixture` (whichever of `drafters` gains most, step by step).
             None: what `model`'s own configuration says when it is given;
-            else `block` for the target `demo`, whose drafter is shipped, and `ngram` for others.
+            else `ngram`, for the target `demo` in a mixture with `block`, since a drafter for it is shipped.
         model: the drafter's directory for `block` (None: the one shipped for the target), or the draft model: a
             directory, a hub id or a `.gguf` file.
         num_speculative_tokens: γ, draft tokens proposed per step, at least 1.
@@ -124,12 +126,24 @@ class SpeculativeConfig:
         )
 
     def resolved(self, target: str) -> SpeculativeConfig:
-        """This configuration with a method, when it was left to the target."""
+        """This configuration with a method, when it was left to the target ("" when that is not known)."""
         if self.drafters:
             return replace(self, drafters=tuple(each.resolved(target) for each in self.drafters))
         if self.method is not None:
             return self
-        return replace(self, method="block" if target == DEMO else "ngram")
+        if target != DEMO:
+            return replace(self, method="ngram")
+        if self.tree_width > 1 or self.corrector is not None:
+            return replace(self, method="block")
+        # Look-up is unbeaten where a text repeats itself, the drafter elsewhere.
+        block = SpeculativeConfig("block", num_speculative_tokens=min(self.num_speculative_tokens, DEMO_DRAFTS))
+        ngram = SpeculativeConfig(
+            "ngram",
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_max=self.prompt_lookup_max,
+            prompt_lookup_min=self.prompt_lookup_min,
+        )
+        return replace(self, method="mixture", drafters=(block, ngram))
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -201,7 +215,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.speculative is not None:
-            object.__setattr__(self, "speculative", self.speculative.resolved(self.model))
+            # A block drafter needs more of its target than one at a fixed shape shows.
+            target = "" if self.invariant else self.model
+            object.__setattr__(self, "speculative", self.speculative.resolved(target))
         require_choice("dtype", self.dtype, DTYPES)
         require(
             self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from bench.demo_drafter.prompts import prompts
 
 from foredraft import LLM, SamplingParams, SpeculativeConfig
+from foredraft.config import DEMO_DRAFTS, EngineConfig
 from foredraft.draft.block_model import load_block_model
 from foredraft.draft.shipped import shipped_drafter
 
@@ -32,7 +32,7 @@ def test_it_reaches_its_stated_length_and_changes_nothing() -> None:
     stated = json.loads((shipped_drafter() / "figures.json").read_text())["engine"]["greedy"]["mean_acceptance_length"]
     known = set(prompts(4000))
     fresh = [prompt for prompt in prompts(400, seed=99) if prompt not in known][:12]
-    llm = LLM("demo", speculative=SpeculativeConfig(num_speculative_tokens=7, adaptive=False))
+    llm = LLM("demo", speculative=SpeculativeConfig("block", num_speculative_tokens=7, adaptive=False))
     params = SamplingParams(max_tokens=64, temperature=0.0)
     conversations = [[{"role": "user", "content": prompt}] for prompt in fresh]
     drafted = llm.chat(conversations, params)
@@ -42,4 +42,11 @@ def test_it_reaches_its_stated_length_and_changes_nothing() -> None:
     mean = sum(lengths) / len(lengths)
     error = (sum((each - mean) ** 2 for each in lengths) / (len(lengths) - 1) / len(lengths)) ** 0.5
     assert abs(mean - stated) < 4 * error + 0.1
-    assert llm.drafter_name == Path(shipped_drafter()).name
+    assert llm.drafter_name == shipped_drafter().name
+
+
+def test_the_demo_drafts_with_it_by_default() -> None:
+    config = EngineConfig("demo", speculative=SpeculativeConfig()).speculative
+    assert config is not None
+    assert config.methods == ("block", "ngram")
+    assert load_block_model(shipped_drafter()).config.num_draft_tokens == DEMO_DRAFTS

@@ -83,7 +83,7 @@ class SpeculativeFlags:
     """How drafts are made and verified: single flags, or all of it as vLLM's JSON."""
 
     method: Annotated[
-        Method | None, typer.Option(help="Who drafts; block for demo, else ngram.", rich_help_panel=SPECULATION)
+        Method | None, typer.Option(help="Who drafts; ngram, for demo mixed with block.", rich_help_panel=SPECULATION)
     ] = None
     speculative_model: Annotated[
         str | None,

@@ -213,7 +213,7 @@ def _name(speculative: SpeculativeConfig | None) -> str | None:
     if speculative is None:
         return None
     if speculative.drafters:
-        return " + ".join(str(each.model or each.method) for each in speculative.drafters)
+        return " + ".join(str(_name(each)) for each in speculative.drafters)
     if speculative.method == "block" and speculative.model is None:
         return SHIPPED_NAME
     return speculative.model or speculative.method

@@ -45,9 +45,12 @@ class ChainCorrector(FirstOrder):
     @torch.no_grad()
     def freeze(self, dtype: torch.dtype) -> None:
         ids = torch.arange(self.sizes.vocab_size, device=self.project.weight.device)
-        parts = [self.embeddings(some) for some in torch.split(ids, TABLE_ROWS)]
-        phi = torch.cat([self.phi(part).to(dtype) for part in parts])
-        self._tables = phi, torch.cat([self.psi(part).to(dtype) for part in parts])
+        phi, psi = [], []
+        for some in torch.split(ids, TABLE_ROWS):  # embeddings of the whole vocabulary would take more than the tables
+            embedded = self.embeddings(some)
+            phi.append(self.phi(embedded).to(dtype))
+            psi.append(self.psi(embedded).to(dtype))
+        self._tables = torch.cat(phi), torch.cat(psi)
 
     def train(self, mode: bool = True) -> ChainCorrector:
         if mode:
