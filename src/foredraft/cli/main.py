@@ -12,6 +12,7 @@ from foredraft.cli.bench import bench
 from foredraft.cli.chat import chat
 from foredraft.cli.command import run, with_flag_groups
 from foredraft.cli.generate import generate
+from foredraft.cli.serve import serve
 from foredraft.cli.train import train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,7 +33,7 @@ def options(
     """Large language models decoded faster without changing what they say."""
 
 
-for command in (generate, chat, bench, audit, train):
+for command in (serve, generate, chat, bench, audit, train):
     app.command()(with_flag_groups(command))
 
 

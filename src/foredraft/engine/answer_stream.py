@@ -25,6 +25,7 @@ class Piece:
         origins: how each token came about, as in `CompletionOutput`.
         ends: where in the choice's text each token's characters end, were it not cut at a stop string; a token that
             is part of a character ends where the one before it does.
+        draft_lengths: draft tokens verified in each step since the last piece.
         finish_reason, stop_reason: of the choice, on its last piece, as in `CompletionOutput`.
         output: the whole answer, on the last piece of the last choice.
     """
@@ -35,6 +36,7 @@ class Piece:
     origins: str = ""
     ends: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     output: RequestOutput | None = None
@@ -46,6 +48,7 @@ class Piece:
         self.origins += later.origins
         self.ends += later.ends
         self.logprobs += later.logprobs
+        self.draft_lengths += later.draft_lengths
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.output = later.output
@@ -65,6 +68,7 @@ class AnswerStream:
         self._abort = abort
         self._index = {request: index for index, request in enumerate(assembled.requests)}
         self._shown = [0] * len(assembled.requests)
+        self._num_steps = [0] * len(assembled.requests)
         self._pending: dict[int, Piece] = {}
         self._arrived = asyncio.Event()
 
@@ -131,6 +135,7 @@ class AnswerStream:
         shown = self._shown[index]
         tokens = request.output_token_ids[shown:]
         self._shown[index] += len(tokens)
+        steps, self._num_steps[index] = self._num_steps[index], len(request.draft_lengths)
         detokenizer = request.detokenizer
         return Piece(
             index,
@@ -139,6 +144,7 @@ class AnswerStream:
             origins=request.origins[shown:],
             ends=detokenizer.ends[shown:] if detokenizer else [],
             logprobs=request.logprobs[shown:],
+            draft_lengths=request.draft_lengths[steps:],
             finish_reason=request.finish_reason if request.finished else None,
             stop_reason=request.stop_reason,
         )

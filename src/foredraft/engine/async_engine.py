@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 from typing import Any, TypeVar
@@ -201,10 +201,19 @@ class AsyncEngine:
                 if self._stopping and not self._streams and not actions:
                     return
             for action in actions:
-                action()
+                with self._surviving("a request could not be added or ended"):
+                    action()
             if self._streams:
                 self._step()
             self._idle_at = monotonic()
+
+    @contextlib.contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """The thread goes on, whatever happens: without it every caller would wait for ever."""
+        try:
+            yield
+        except Exception:
+            log.exception(what)
 
     def _add(self, stream: AnswerStream) -> None:
         requests = stream.assembled.requests
@@ -245,7 +254,8 @@ class AsyncEngine:
             return
         self.num_steps += 1
         self._failures_in_a_row = 0
-        self._told(changed)
+        with self._surviving("a step could not be reported"):
+            self._told(changed)
         by_stream: dict[AnswerStream, list[Request]] = {}
         for request in changed:
             stream = self._streams.get(request)
@@ -254,7 +264,11 @@ class AsyncEngine:
                 if request.finished:
                     del self._streams[request]
         for stream, requests in by_stream.items():
-            self._deliver(stream, requests)
+            try:
+                self._deliver(stream, requests)
+            except Exception as error:
+                log.exception("an answer could not be delivered")
+                self._fail(stream, FAILED_STEP.format(error=f"{type(error).__name__}: {error}"))
 
     def _recover(self, error: Exception) -> None:
         """After a step that failed: nothing is known of what took part in it, so that is ended, and what it may have

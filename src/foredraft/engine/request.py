@@ -28,7 +28,8 @@ class Request:
     `token_ids` holds prompt and output; the target's KV cache holds `num_computed_tokens` of them. Between steps of a
     decoding request that is all but the last, the anchor. A lower `priority` is served first; `order` is the place in
     which the scheduler got the request. `block_hashes` name its full blocks of text, of which `num_published_blocks`
-    can be found by others; `num_cached_tokens` of its first tokens were found when it started.
+    can be found by others; `num_cached_tokens` of its first tokens were found when it started. `draft_lengths` are the
+    draft tokens verified in each of its steps.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class Request:
     stop_reason: str | int | None = None
     error: str | None = None
     origins: str = ""
+    draft_lengths: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)

@@ -226,6 +226,7 @@ class Engine:
         if request.first_token_at is None:
             request.mark_first_token()
         if decoding:
+            request.draft_lengths.append(len(draft))
             accepted = min(decision.num_accepted, kept)
             request.stats.record(len(draft), accepted, kept)
             self.stats.record(len(draft), accepted, kept)
