@@ -42,12 +42,11 @@ def check_blocks(engine: Engine) -> None:
         held.update(request.block_table)
         for index, block in enumerate(request.block_table):
             end = (index + 1) * size
-            if pool.num_holders(block) > 1:
-                assert pool.is_published(block)
-            if pool.is_published(block):
-                assert end <= request.num_computed_tokens, "a published block is written again"
+            if pool.num_holders(block) > 1 or pool.is_published(block):
+                assert end <= request.num_computed_tokens, "a shared block is written again"
                 text = request.token_ids[:end]
                 assert texts.setdefault(block, text) == text
+            if pool.is_published(block):
                 hashes: list[bytes] = []
                 extend_block_hashes(hashes, text, size)
                 assert pool._published[hashes[-1]] == block, "a block is found under another's text"
