@@ -18,7 +18,7 @@ from foredraft.engine.request import Request
 from foredraft.sampling.params import SamplingParams
 
 BLOCK = 4
-MAX_OVERTAKEN = 3
+MAX_OVERTAKEN = 1
 
 
 class MoodyDrafter(OracleDrafter):
@@ -93,13 +93,17 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         priority=st.integers(-1, 2),
+        stop=st.sampled_from([None, [4, 7]]),
     )
-    def add(self, story: int, length: int, fork: int, max_tokens: int, n: int, priority: int) -> None:
-        text = [(7 * story + place * (story + 2)) % 11 for place in range(length)]
+    def add(
+        self, story: int, length: int, fork: int, max_tokens: int, n: int, priority: int, stop: list[int] | None
+    ) -> None:
+        text = [(7 * story + place * story) % 11 for place in range(length)]  # of one token, in story 0
         if fork < length:
             text[fork] = 10 - text[fork]
         text = text[: max(1, self.longest - max_tokens)]
-        params = SamplingParams(temperature=0.0, max_tokens=min(max_tokens, self.longest - len(text)), n=n)
+        limit = min(max_tokens, self.longest - len(text))
+        params = SamplingParams(temperature=0.0, max_tokens=limit, n=n, stop_token_ids=stop)
         for request in self.factory.assemble({"prompt_token_ids": text}, params, None, priority=priority).requests:
             self.engine.add(request)
             self.requests.append(request)
@@ -131,6 +135,7 @@ class Machine(RuleBasedStateMachine):
         if oldest is not self.oldest:
             self.oldest, self.num_passed = oldest, 0
         if oldest is None or oldest not in self.scheduler.waiting:
+            self.oldest = None
             return
         self.num_passed += sum(request is not oldest and request not in self.scheduler.waiting for request in waiting)
         assert self.num_passed <= MAX_OVERTAKEN, "the oldest waiting request was passed too often"
@@ -166,9 +171,11 @@ class Machine(RuleBasedStateMachine):
             assert request.output_token_ids == expected
             if request.finish_reason == "length":
                 assert request.num_output_tokens == request.max_tokens
+            if request.finish_reason == "stop":
+                assert [token in (4, 7) for token in expected] == [False] * (len(expected) - 1) + [True]
 
 
 Machine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = Machine.TestCase
