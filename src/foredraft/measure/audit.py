@@ -21,6 +21,8 @@ from foredraft.engine.outputs import RequestOutput
 from foredraft.measure.distribution import (
     audit_draws,
     counts_p_value,
+    normal_p_value,
+    surprisals,
     target_probs,
     transformed,
     uniform_p_value,
@@ -182,13 +184,15 @@ def greedy_identity(llm: LLM, prompts: Sequence[Prompt], plan: AuditPlan) -> Che
 def sampled_distribution(
     llm: LLM, prompts: Sequence[Prompt], plan: AuditPlan, verification: str | None = None
 ) -> Check:
-    """Sampled tokens against the target's distribution, by the randomised probability-integral transform."""
+    """Sampled tokens against the target's distribution: by the randomised probability-integral transform, and by how
+    surprising they are in sum."""
     rule = verification or _sampling_rule(llm)
     per_prompt = math.ceil(plan.num_samples / len(prompts))
     params = replace(plan.params, n=per_prompt, seed=1, max_tokens=plan.sample_tokens, min_tokens=0)
     outputs = llm.generate(list(prompts), params, verification=rule)
     values: dict[str, list[float]] = {"by probability": [], "by id": []}
     by_position: list[list[float]] = [[] for _ in range(POSITIONS)]
+    surprise = variance = 0.0
     count = 0
     for output in outputs:
         for completion in output.outputs:
@@ -201,7 +205,10 @@ def sampled_distribution(
             values["by id"] += transformed(probs, tokens, draws, by_probability=False).tolist()
             for position, value in enumerate(ordered[:POSITIONS]):
                 by_position[position].append(value)
+            excess, spread = surprisals(probs, tokens)
+            surprise, variance = surprise + float(excess.sum()), variance + float(spread.sum())
     p_values = {name: uniform_p_value(each) for name, each in values.items()}
+    p_values["surprisal"] = normal_p_value(surprise, variance)
     p_values |= {f"position {k}": uniform_p_value(each) for k, each in enumerate(by_position) if len(each) >= 20}
     total = len(values["by id"])
     return _drafted(

@@ -7,6 +7,7 @@ Kolmogorov-Smirnov test then needs no cell counts at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -50,6 +51,24 @@ def transformed(probs: Tensor, tokens: Sequence[int], draws: Tensor, *, by_proba
     ties = (probs == own) & (torch.arange(probs.shape[-1], device=probs.device) < chosen) if by_probability else None
     mass = (probs * before).sum(-1) + ((probs * ties).sum(-1) if ties is not None else 0.0)
     return mass + draws.to(probs) * own[:, 0]
+
+
+def surprisals(probs: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """How much more surprising than expected each token was, -log p(token) - H(p), and the variance of that; [n] each.
+
+    Under p the first has mean 0 whatever was drawn before, so a sum of many is normal. It adds up over positions with
+    unlike distributions, where a deviation in the order of tokens cancels out.
+    """
+    logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+    entropy = -(probs * logs).sum(-1)
+    variance = (probs * logs.square()).sum(-1) - entropy.square()
+    chosen = torch.tensor(list(tokens), device=probs.device)[:, None]
+    return -logs.gather(-1, chosen)[:, 0] - entropy, variance.clamp(min=0)
+
+
+def normal_p_value(deviation: float, variance: float) -> float:
+    """Two-sided p-value of a sum's `deviation` from its mean, given its variance; 1 when it cannot vary."""
+    return float(2 * stats.norm.sf(abs(deviation) / math.sqrt(variance))) if variance > 0 else 1.0
 
 
 def audit_draws(request: int, count: int) -> Tensor:
