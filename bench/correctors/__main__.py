@@ -33,6 +33,7 @@ from foredraft.models.decoder import Decoder
 from foredraft.models.load import load_model
 from foredraft.train.evaluate import calibrate_confidence, slot_figures
 from foredraft.train.objective import Objective
+from foredraft.train.plan import CALIBRATION, EVALUATION, FEATURES
 from foredraft.train.regenerate import rendered
 from foredraft.train.trainer import Network, Settings, Stage, Trainer, after_stage
 
@@ -76,14 +77,15 @@ def train_corrector(
     network = Network(model, target)
     stages = (Stage("corrector", epochs, 0.0, 2e-3, (0.0, 0.0)),)
     out.mkdir(parents=True, exist_ok=True)
-    files = sorted((drafter / "work" / "features").glob("*.safetensors"))[:num_files]
-    held = sorted((drafter / "work" / "held-out").glob("*.safetensors"))
-    trainer = Trainer(network, files, Settings(stages, Objective(), anchors=32), out)
+    files, calibration, evaluation = (
+        sorted((drafter / "work" / folder).glob("*.safetensors")) for folder in (FEATURES, CALIBRATION, EVALUATION)
+    )
+    trainer = Trainer(network, files[:num_files], Settings(stages, Objective(), anchors=32), out)
     trainer.run(lambda each: print(f"\r{name}: {each.done}/{each.total} {each.alpha}", end="", file=sys.stderr))
     print(file=sys.stderr)
-    calibrate_confidence(network, held[: len(held) // 2 or 1])
+    calibrate_confidence(network, calibration)
     save_block_model(model, out, torch.bfloat16)
-    found = vars(slot_figures(network, held[len(held) // 2 :]))
+    found = vars(slot_figures(network, evaluation))
     parameters = sum(each.numel() for each in model.corrector.parameters())
     found = {**found, "parameters": parameters}
     figures.write_text(json.dumps(found, indent=2), encoding="utf-8")

@@ -39,5 +39,5 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("".join(f"number {index} of many\n" for index in range(70)))
+    path.write_text("".join(f"number {index} of many\n" for index in range(140)))
     return path

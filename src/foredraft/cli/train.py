@@ -99,8 +99,8 @@ def train(
     require(bool(data.prompts), "--prompts: give at least one file of prompts to train on")
 
     from foredraft.train.objective import Objective
+    from foredraft.train.plan import TrainPlan
     from foredraft.train.report import print_training
-    from foredraft.train.run import TrainPlan
     from foredraft.train.run import train as run_training
 
     plan = TrainPlan(
