@@ -27,7 +27,7 @@ from foredraft import LLM, SamplingParams, SpeculativeConfig
 from foredraft.config import EngineConfig
 from foredraft.draft.backbone_config import with_corrector
 from foredraft.draft.block_model import BlockModel, load_block_model, save_block_model
-from foredraft.draft.correctors import CORRECTORS
+from foredraft.draft.correctors import CORRECTORS, makes_trees
 from foredraft.measure.prompts import read_prompts
 from foredraft.models.decoder import Decoder
 from foredraft.models.load import load_model
@@ -36,8 +36,6 @@ from foredraft.train.objective import Objective
 from foredraft.train.plan import CALIBRATION, EVALUATION, FEATURES
 from foredraft.train.regenerate import rendered
 from foredraft.train.trainer import Network, Settings, Stage, Trainer, after_stage
-
-NO_TREES = ("rnn", "gru", "lattice")
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def main() -> None:
         return
     for setting in [each for each in SETTINGS if each.name in arguments.settings]:
         for name in arguments.correctors:
-            if setting.tree and name in NO_TREES:
+            if setting.tree and not makes_trees(name):
                 continue
             print(f"{setting.name}: {name}", file=sys.stderr)
             runs.append(decode(name, arguments.out / "drafters" / name, prompts, setting, arguments.max_tokens))

@@ -16,6 +16,7 @@ import torch
 from foredraft.draft.backbone import start_from_target
 from foredraft.draft.backbone_config import config_for, spread_layers
 from foredraft.draft.block_model import BlockModel, load_block_model, save_block_model
+from foredraft.draft.correctors import makes_trees
 from foredraft.engine.llm import LLM
 from foredraft.models.decoder import Decoder
 from foredraft.models.load import open_model_weights
@@ -148,8 +149,8 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
     engine: dict[str, EngineFigures] = {}
     for name, temperature, tree in (("greedy", 0.0, False), ("sampled", 1.0, False), ("greedy tree", 0.0, True)):
         report(Progress("evaluate", len(engine), 3, name))
-        if tree and plan.corrector in ("rnn", "gru", "lattice"):
-            continue  # their scores depend on the whole draft, so they make no trees
+        if tree and not makes_trees(plan.corrector):
+            continue
         engine[name] = engine_figures(
             plan.target,
             plan.out,
