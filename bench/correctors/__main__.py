@@ -28,13 +28,12 @@ from foredraft.config import EngineConfig
 from foredraft.draft.backbone_config import with_corrector
 from foredraft.draft.block_model import BlockModel, load_block_model, save_block_model
 from foredraft.draft.correctors import CORRECTORS, makes_trees
-from foredraft.measure.prompts import read_prompts
+from foredraft.measure.prompts import encoded, read_prompts
 from foredraft.models.decoder import Decoder
 from foredraft.models.load import load_model
 from foredraft.train.evaluate import calibrate_confidence, slot_figures
 from foredraft.train.objective import Objective
 from foredraft.train.plan import CALIBRATION, EVALUATION, FEATURES
-from foredraft.train.regenerate import rendered
 from foredraft.train.trainer import Network, Settings, Stage, Trainer, after_stage
 
 
@@ -108,7 +107,7 @@ def decode(
     lengths: dict[str, list[float]] = {}
     for domain, texts in prompts.items():
         for text in texts:
-            stats = llm.generate([rendered(llm, text)], params)[0].stats
+            stats = llm.generate([encoded(llm, text)], params)[0].stats
             if stats.num_steps:
                 lengths.setdefault(domain, []).append(stats.mean_acceptance_length)
     times, steps = llm.times, max(llm.times.num_steps, 1)
