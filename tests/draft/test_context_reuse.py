@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.draft.test_block import Watched, block_model
@@ -20,18 +19,11 @@ from foredraft.kv.hashes import extend_block_hashes
 from foredraft.models.load import load_model
 from foredraft.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK = 4
 STORY = [5, 17, 80, 3, 44, 9, 2, 61, 7, 30, 12, 1, 55, 100, 4, 8, 90, 33, 21]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

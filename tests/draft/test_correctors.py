@@ -18,6 +18,8 @@ from foredraft.sampling.noise import Stream, gumbel
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.state import SamplingState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, HIDDEN, SLOTS, BATCH, WIDTH = 23, 12, 4, 5, 6
 SMALL = {
     "none": {},
@@ -75,15 +77,6 @@ def draw(corrector, unary, hidden, anchor, chosen, draft_ids=None):
         return corrector.correct(unary, hidden, anchor, sampler), None, unary
     top = top_candidates(unary, corrector.num_candidates, draft_ids)
     return corrector.correct(top.scores, hidden, anchor, sampler, top.token_ids), top.token_ids, top.scores
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
