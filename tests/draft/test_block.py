@@ -29,14 +29,6 @@ GAMMA, BLOCK = 4, 4
 PROMPTS = [[5, 17, 80, 3], [44], [9, 9, 2, 61, 7, 30, 12, 1, 55], [100, 4]]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("target")
-    save_tiny(directory, "llama", eos_token_id=None)
-    config = EngineConfig(str(directory), dtype="float32", device="cpu", skip_tokenizer_init=True)
-    return load_model(config).model
-
-
 def block_model(target, corrector: str = "chain", **options) -> BlockModel:
     """A random drafter; its weights are large enough that its drafts depend on all that they may depend
     on."""
