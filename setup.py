@@ -16,6 +16,7 @@ setup(
         Extension(
             f"foredraft.models._cpu_{level}",
             [f"src/foredraft/models/csrc/{name}.c" for name in ("kernels", "amx", "layer")],
+            depends=["src/foredraft/models/csrc/scratch.h"],
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", *flags],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

@@ -17,8 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from foredraft import LLM, SamplingParams, SpeculativeConfig
-from foredraft.measure.prompts import demo_prompts, read_prompts
-from foredraft.train.regenerate import rendered
+from foredraft.measure.prompts import demo_prompts, encoded, read_prompts
 
 FIXED = (1, 2, 3, 5, 7)
 
@@ -59,7 +58,7 @@ def main() -> None:
     records = [record for path in arguments.prompts for record in read_prompts(path)] or demo_prompts()
     llms = engines(arguments)
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, ignore_eos=True)
-    texts = [rendered(llms["plain"], record.prompt) for record in records]
+    texts = [encoded(llms["plain"], record.prompt) for record in records]
     figures: dict[int, dict[str, Any]] = {}
     print(f"{'batch':>5} {'plain':>8} " + " ".join(f"{mode:>9}" for mode in llms if mode != "plain"))
     for batch in arguments.batch:

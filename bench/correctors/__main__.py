@@ -27,16 +27,14 @@ from foredraft import LLM, SamplingParams, SpeculativeConfig
 from foredraft.config import EngineConfig
 from foredraft.draft.backbone_config import with_corrector
 from foredraft.draft.block_model import BlockModel, load_block_model, save_block_model
-from foredraft.draft.correctors import CORRECTORS
-from foredraft.measure.prompts import read_prompts
+from foredraft.draft.correctors import CORRECTORS, makes_trees
+from foredraft.measure.prompts import encoded, read_prompts
 from foredraft.models.decoder import Decoder
 from foredraft.models.load import load_model
 from foredraft.train.evaluate import calibrate_confidence, slot_figures
 from foredraft.train.objective import Objective
-from foredraft.train.regenerate import rendered
+from foredraft.train.plan import CALIBRATION, EVALUATION, FEATURES
 from foredraft.train.trainer import Network, Settings, Stage, Trainer, after_stage
-
-NO_TREES = ("rnn", "gru", "lattice")
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,15 @@ def train_corrector(
     network = Network(model, target)
     stages = (Stage("corrector", epochs, 0.0, 2e-3, (0.0, 0.0)),)
     out.mkdir(parents=True, exist_ok=True)
-    files = sorted((drafter / "work" / "features").glob("*.safetensors"))[:num_files]
-    held = sorted((drafter / "work" / "held-out").glob("*.safetensors"))
-    trainer = Trainer(network, files, Settings(stages, Objective(), anchors=32), out)
+    files, calibration, evaluation = (
+        sorted((drafter / "work" / folder).glob("*.safetensors")) for folder in (FEATURES, CALIBRATION, EVALUATION)
+    )
+    trainer = Trainer(network, files[:num_files], Settings(stages, Objective(), anchors=32), out)
     trainer.run(lambda each: print(f"\r{name}: {each.done}/{each.total} {each.alpha}", end="", file=sys.stderr))
     print(file=sys.stderr)
-    calibrate_confidence(network, held[: len(held) // 2 or 1])
+    calibrate_confidence(network, calibration)
     save_block_model(model, out, torch.bfloat16)
-    found = vars(slot_figures(network, held[len(held) // 2 :]))
+    found = vars(slot_figures(network, evaluation))
     parameters = sum(each.numel() for each in model.corrector.parameters())
     found = {**found, "parameters": parameters}
     figures.write_text(json.dumps(found, indent=2), encoding="utf-8")
@@ -108,7 +107,7 @@ def decode(
     lengths: dict[str, list[float]] = {}
     for domain, texts in prompts.items():
         for text in texts:
-            stats = llm.generate([rendered(llm, text)], params)[0].stats
+            stats = llm.generate([encoded(llm, text)], params)[0].stats
             if stats.num_steps:
                 lengths.setdefault(domain, []).append(stats.mean_acceptance_length)
     times, steps = llm.times, max(llm.times.num_steps, 1)
@@ -161,7 +160,7 @@ def main() -> None:
         return
     for setting in [each for each in SETTINGS if each.name in arguments.settings]:
         for name in arguments.correctors:
-            if setting.tree and name in NO_TREES:
+            if setting.tree and not makes_trees(name):
                 continue
             print(f"{setting.name}: {name}", file=sys.stderr)
             runs.append(decode(name, arguments.out / "drafters" / name, prompts, setting, arguments.max_tokens))

@@ -15,6 +15,8 @@ DTYPES = ("float32", "bfloat16")
 METHODS = ("block", "draft_model", "ngram", "prediction", "mixture")
 VERIFICATIONS = ("token", "block", "coupled")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+DEFAULT_PROMPT_LOOKUP = (2, 4)
+"""Shortest and longest suffix, in tokens."""
 DEMO = "demo"
 DEMO_DRAFTS = 7
 """Drafts of a block of the drafter that is shipped for it."""
@@ -57,7 +59,8 @@ class SpeculativeConfig:
             directory, a hub id or a `.gguf` file.
         num_speculative_tokens: γ, draft tokens proposed per step, at least 1.
         verification: `token`, `block` or `coupled`. None means `coupled` for requests with a seed, else `block`.
-        prompt_lookup_max, prompt_lookup_min: longest and shortest suffix that `ngram` looks up, in tokens.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest suffix that `ngram` looks up, in tokens; None for 4
+            and 2. Only for `ngram`; in a mixture they are its part's.
         tree_width: tokens drafted for each position; above 1 the draft is a tree of at most `num_speculative_tokens`
             nodes, for `block` the best such tree whatever the width. Not for `prediction`.
         corrector: `none` runs a block drafter's backbone uncorrected; None takes the drafter's own corrector, and
@@ -73,8 +76,8 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     verification: str | None = None
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     tree_width: int = 1
     corrector: str | None = None
     adaptive: bool = True
@@ -89,11 +92,7 @@ class SpeculativeConfig:
         require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         if self.verification is not None:
             require_choice("verification", self.verification, VERIFICATIONS)
-        require_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
-        require(
-            self.prompt_lookup_max >= self.prompt_lookup_min,
-            f"prompt_lookup_max: {self.prompt_lookup_max} is below prompt_lookup_min {self.prompt_lookup_min}",
-        )
+        self._check_lookup()
         require_at_least("tree_width", self.tree_width, 1)
         require(isinstance(self.adaptive, bool), f"adaptive: {self.adaptive!r} is neither true nor false")
         require(
@@ -143,12 +142,31 @@ class SpeculativeConfig:
             prompt_lookup_max=self.prompt_lookup_max,
             prompt_lookup_min=self.prompt_lookup_min,
         )
-        return replace(self, method="mixture", drafters=(block, ngram))
+        drafters = (block, ngram)
+        return replace(self, method="mixture", drafters=drafters, prompt_lookup_max=None, prompt_lookup_min=None)
+
+    @property
+    def lookup_sizes(self) -> tuple[int, int]:
+        """Shortest and longest suffix that `ngram` looks up."""
+        shortest, longest = DEFAULT_PROMPT_LOOKUP
+        shortest = shortest if self.prompt_lookup_min is None else self.prompt_lookup_min
+        return shortest, longest if self.prompt_lookup_max is None else self.prompt_lookup_max
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods at work: a mixture's parts', or the one."""
         return tuple(str(each.method) for each in self.drafters or (self,))
+
+    def _check_lookup(self) -> None:
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            require_at_least(name, value, 1)
+            where = "give it to its ngram part" if self.method == "mixture" else "it is for method ngram"
+            require(self.method in ("ngram", None), f"{name}: method {self.method} looks nothing up; {where}")
+        shortest, longest = self.lookup_sizes
+        require(longest >= shortest, f"prompt_lookup_max: {longest} is below prompt_lookup_min {shortest}")
 
     def _check_drafters(self) -> None:
         if self.method != "mixture":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tests.models.tiny import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -36,12 +34,8 @@ def save_byte_tokenizer(directory: Path, chat_template: str | None = TEMPLATE) -
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads make a model of this size slower, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """All tests of this directory."""
 
 
 @pytest.fixture(scope="session")

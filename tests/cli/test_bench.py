@@ -213,6 +213,7 @@ def test_the_demo_is_exact_on_the_demo_model(foredraft, tmp_path: Path) -> None:
     figures = json.loads(path.read_text())
     assert figures["outputs_identical"] is True
     assert figures["prompts"] == 12
+    assert (figures["method"], figures["corrector"]) == ("mixture", "chain")
     assert figures["mean_acceptance_length"] > 1.5
     kinds = {each["kind"] for each in figures["per_prompt"]}
     assert kinds == {"repetitive", "code", "chat"}

@@ -122,6 +122,17 @@ def test_bench_prompt_longer_than_the_context(foredraft, tiny_model: Path, tmp_p
         (["--method", "draft_model"], "--speculative-model"),
         (["--method", "ngram", "--speculative-model", "somewhere"], "somewhere"),
         (["--prompt-lookup-min", "5"], "prompt_lookup_max"),
+        (["--prompt-lookup-max", "3", "--method", "prediction"], "it is for method ngram"),
+        (["--prompt-lookup-min", "2", "--speculative-model", "somewhere"], "method draft_model looks nothing up"),
+        (["--prompt-lookup-min", "2", "--tree-width", "2", "--model", "demo"], "method block looks nothing up"),
+        (
+            [
+                "--speculative-config",
+                '{"method": "mixture", "drafters": [{"method": "ngram"}, {}], "prompt_lookup_max": 4}',
+            ],
+            "its ngram part",
+        ),
+        (["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 0}'], "prompt_lookup_min"),
         (["--dtype", "float8"], "float8"),
         (["--device", "abacus"], "abacus"),
         (["--max-num-batched-tokens", "4"], "max_num_batched_tokens"),

@@ -32,6 +32,8 @@ from foredraft.models.weights import open_weights, read_json
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.state import SamplingState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 ROPE = RopeConfig(kind="default", theta=10_000.0, rotary_dim=10, max_position=96)
 CONFIG = BlockConfig(
@@ -146,15 +148,6 @@ def batch_of(config: BlockConfig, length: int = 11):
     anchors = torch.tensor([[1, 4, 9], [11, 7, 2]])
     mask = torch.randn(config.hidden_size) if config.mask_token_id is not None else None
     return features, anchors, torch.randn(2, 3, config.hidden_size), mask
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -23,25 +23,10 @@ from foredraft.models.load import load_model
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.state import SamplingState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GAMMA, BLOCK = 4, 4
 PROMPTS = [[5, 17, 80, 3], [44], [9, 9, 2, 61, 7, 30, 12, 1, 55], [100, 4]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("target")
-    save_tiny(directory, "llama", eos_token_id=None)
-    config = EngineConfig(str(directory), dtype="float32", device="cpu", skip_tokenizer_init=True)
-    return load_model(config).model
 
 
 def block_model(target, corrector: str = "chain", **options) -> BlockModel:

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from foredraft.draft.correctors import CORRECTORS, FirstOrder, Sizes, SlotSampler, make_corrector
+from foredraft.draft.correctors import CORRECTORS, Sizes, SlotSampler, make_corrector, makes_trees
 from foredraft.draft.correctors.candidates import Candidates, top_candidates, with_extra
 from foredraft.draft.lattice import normalised, path_log_probs
 from foredraft.draft.proposal import DenseProbs, SparseProbs
@@ -17,6 +17,8 @@ from foredraft.errors import DrafterError
 from foredraft.sampling.noise import Stream, gumbel
 from foredraft.sampling.params import SamplingParams
 from foredraft.sampling.state import SamplingState
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB, HIDDEN, SLOTS, BATCH, WIDTH = 23, 12, 4, 5, 6
 SMALL = {
@@ -75,15 +77,6 @@ def draw(corrector, unary, hidden, anchor, chosen, draft_ids=None):
         return corrector.correct(unary, hidden, anchor, sampler), None, unary
     top = top_candidates(unary, corrector.num_candidates, draft_ids)
     return corrector.correct(top.scores, hidden, anchor, sampler, top.token_ids), top.token_ids, top.scores
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
@@ -240,7 +233,7 @@ def test_domino_leaves_its_pure_prefix_alone() -> None:
     assert changed.tolist() == [False, False, True, True]
 
 
-FIRST_ORDER = [name for name, kind in CORRECTORS.items() if issubclass(kind, FirstOrder)]
+FIRST_ORDER = [name for name in CORRECTORS if makes_trees(name)]
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)

@@ -40,6 +40,8 @@ from foredraft.models.batch import ragged_batch
 from foredraft.models.load import load_model
 from foredraft.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN, GAMMA, CANDIDATES = 6, 4, 3
 NUM_SAMPLES = 1000
 OPTIONS = {
@@ -54,15 +56,6 @@ OPTIONS = {
 }
 CPU = torch.device("cpu")
 DRAFT_IDS = torch.tensor([0, 2, 3, 4])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class TableDrafter:

@@ -202,3 +202,10 @@ def test_a_draft_model_in_a_mixture_catches_up() -> None:
     silent = Watched(drafter, "model", speaks=lambda tokens: len(tokens) % 97 < 20)
     engine, _ = mixture_run([silent, OracleDrafter(model, wrong_every=1)], model, max_tokens=200, prompts=2)
     assert engine.stats.num_accepted_tokens > 20
+
+
+def test_it_reports_the_corrector_of_the_drafter_that_has_one() -> None:
+    lookup, block = NgramDrafter(), NgramDrafter()
+    assert MixtureDrafter([(lookup, 4), (block, 7)]).corrector is None
+    block.corrector = "chain"
+    assert MixtureDrafter([(lookup, 4), (block, 7)]).corrector == "chain"

@@ -131,6 +131,7 @@ class OracleDrafter:
     """Proposes what the target will say, wrong at every `wrong_every`-th position if that is given."""
 
     method = "oracle"
+    corrector: str | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: FakeModel, wrong_every: int = 0) -> None:

@@ -90,7 +90,8 @@ def test_nobody_passes_a_big_prompt_that_does_not_fit_yet() -> None:
         small = queued(engine, factory, [number % 11], SHORT)
         engine.step()
         check_blocks(engine)
-        assert small not in engine.scheduler.running or big in engine.scheduler.running or big.finished
+        # A small one whose drafts are accepted starts and ends in one step, so whether it runs now says nothing.
+        assert small in engine.scheduler.waiting or big not in engine.scheduler.waiting
     assert big.finished
     finish(engine)
 

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from tests.engine.checks import Historian, check_blocks, finish, guard_writes, preempt
 from tests.engine.fake import OracleDrafter, fake_engine
 from tests.models.tiny import save_tiny
@@ -15,16 +14,9 @@ from foredraft import LLM, SpeculativeConfig
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors here are too small to share between threads, which would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_text(generator: random.Random, vocab_size: int, longest: int) -> list[int]:

@@ -108,6 +108,14 @@ class Machine(RuleBasedStateMachine):
             self.engine.add(request)
             self.requests.append(request)
 
+    @rule(spare=st.integers(1, 8), count=st.integers(2, 6), max_tokens=st.integers(1, 6))
+    def add_a_big_one_and_small_ones(self, spare: int, count: int, max_tokens: int) -> None:
+        """One that needs nearly all blocks, so that it waits for whoever runs, and behind it some that would fit."""
+        length = self.longest - spare
+        self.add(story=1, length=length, fork=length, max_tokens=spare, n=1, priority=0, stop=None)
+        for number in range(count):
+            self.add(story=2, length=1 + number, fork=0, max_tokens=max_tokens, n=1, priority=0, stop=None)
+
     @precondition(lambda self: self.requests)
     @rule(chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]), known=st.sampled_from([0, 1, 100]), count=st.integers(1, 4))
     def step(self, chance: float, known: int, count: int) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from foredraft.config import EngineConfig
 from foredraft.errors import ModelError
 from foredraft.models import native
-from foredraft.models.decoder import Decoder, truncated
+from foredraft.models.batch import ragged_batch
+from foredraft.models.decoder import Decoder, ForwardOutput, truncated
 from foredraft.models.load import load_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
@@ -161,6 +162,52 @@ def test_bfloat16_stays_near_float32(family, tmp_path):
     # Tiles hold 32 inputs, so odd sizes are padded.
     padding = max(-(-size // 32) * 32 / size for size in inputs) if native.has_amx() else 1.0
     assert in_float32 / 2 <= model.weight_bytes < in_float32 * 0.52 * padding  # norms stay in float32 on the CPU
+
+
+FUSED = {
+    "llama": ("llama", {}),
+    "llama tied, biases": CASES["llama tied, biases"],
+    "llama seven heads": (
+        "llama",
+        {"hidden_size": 35, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 14},
+    ),
+    "llama odd widths": (
+        "llama",
+        {"hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 131},
+    ),
+    "mistral window": CASES["mistral window"],
+    "qwen2 tied, some layers slide": CASES["qwen2 tied, some layers slide"],
+    "qwen3 biases, layer types": CASES["qwen3 biases, layer types"],
+}
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", FUSED)
+def test_layer_by_layer_gives_the_bits_of_the_fused_layers(case: str, dtype: str, tmp_path) -> None:
+    """Prompts, single tokens, drafts and a tree, in company and alone, with all that a forward gives."""
+    family, overrides = FUSED[case]
+    save_tiny(tmp_path, family, **overrides)
+    model = load(tmp_path, dtype=dtype)
+    assert model._fused is not None
+    fused = forwards(Session(model))
+    model.use_attention(model._attention)
+    assert model._fused is None
+    for one, other in zip(fused, forwards(Session(model)), strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert torch.equal(one.hidden, other.hidden)
+        assert all(torch.equal(*pair) for pair in zip(one.features, other.features, strict=True))
+
+
+def forwards(session: Session) -> list[ForwardOutput]:
+    """Of requests a, b and c, the last one of a tree of two drafts after a."""
+    steps = ({"a": IDS[:19]}, {"b": OTHER[:1], "a": IDS[19:20]}, {"a": IDS[20:27], "b": OTHER[1:14], "c": IDS[:1]})
+    outputs = [session.run(step, (0, 2)) for step in steps]
+    start, table = session.lengths["a"], session.tables["a"]
+    assert start + 3 <= len(table) * session.block_size
+    device = session.model.device
+    tree = ragged_batch([IDS[27:30]], [start], [table], [3], block_size=5, device=device, trees=[[-1, -1]])
+    return [*outputs, session.model.forward(tree, session.cache, (0, 2))]
 
 
 def test_dynamic_rope_past_the_trained_length_equals_transformers_token_by_token(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ from tests.cli.conftest import save_byte_tokenizer
 from tests.models.tiny import save_tiny
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """All tests of this directory."""
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +35,5 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("".join(f"number {index} of many\n" for index in range(70)))
+    path.write_text("".join(f"number {index} of many\n" for index in range(140)))
     return path

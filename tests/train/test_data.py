@@ -11,11 +11,11 @@ import torch
 from foredraft import LLM, SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.measure.forward import sequence_batch
-from foredraft.measure.prompts import demo_prompts
+from foredraft.measure.prompts import demo_prompts, encoded
 from foredraft.train.batches import batches
 from foredraft.train.features import cache_features, feature_bytes, read_texts
 from foredraft.train.prompts import is_held_out, training_prompts
-from foredraft.train.regenerate import read_responses, regenerate, rendered
+from foredraft.train.regenerate import read_responses, regenerate
 from foredraft.train.trainer import count_batches
 from foredraft.train.vocabulary import draft_vocabulary
 
@@ -64,7 +64,7 @@ def test_answers_are_the_targets_own_and_a_cut_file_is_continued(llm: LLM, promp
     prompts = training_prompts([prompt_file], []).prompts[:12]
     file = tmp_path / "responses.jsonl"
     whole = regenerate(llm, prompts, file, max_tokens=10, seed=5)
-    greedy = llm.generate([rendered(llm, prompts[2])], SamplingParams(max_tokens=10, temperature=0.0))[0]
+    greedy = llm.generate([encoded(llm, prompts[2])], SamplingParams(max_tokens=10, temperature=0.0))[0]
     assert whole[2].token_ids == greedy.outputs[0].token_ids
     assert [each.temperature for each in whole[:4]] == [0.0, 1.0, 0.0, 1.0]
     lines = file.read_text().splitlines(keepends=True)

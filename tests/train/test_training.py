@@ -16,7 +16,8 @@ from foredraft.cli.main import app
 from foredraft.draft.block_model import load_block_model
 from foredraft.errors import ConfigError
 from foredraft.train.objective import Objective
-from foredraft.train.run import TrainPlan, train
+from foredraft.train.plan import TrainPlan
+from foredraft.train.run import train
 from foredraft.train.trainer import Trainer, TrainingProgress
 
 
@@ -137,7 +138,7 @@ def test_the_command_line_trains_and_says_what_came_out(
     status = run(app, arguments.split())
     result = Result(status, *capsys.readouterr())
     assert result.status == 0, result.err
-    assert "70 prompts; refused 0" in result.err
+    assert "140 prompts; refused 0" in result.err
     assert "expected tokens per step" in result.out
     assert "engine, greedy" in result.out
     assert set(json.loads((tmp_path / "figures.json").read_text())["engine"]) == {"greedy", "sampled", "greedy tree"}

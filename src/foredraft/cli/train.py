@@ -22,6 +22,8 @@ DRAFTER = "Drafter"
 TRAINING = "Training"
 
 Corrector = Literal["none", "markov", "gated", "rnn", "gru", "bilinear", "lattice", "chain"]
+Loss = Literal["ce", "tv", "nla", "lk", "dspark"]
+Weights = Literal["exponential", "dpace"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,8 @@ class TrainingFlags:
     ] = 2
     joint_epochs: Annotated[int, typer.Option(min=0, help="Of both together.", rich_help_panel=TRAINING)] = 2
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak.", rich_help_panel=TRAINING)] = 6e-4
-    loss: Annotated[
-        Literal["ce", "tv", "nla", "lk", "dspark"], typer.Option(help="Of a slot.", rich_help_panel=TRAINING)
-    ] = "lk"
-    weights: Annotated[
-        Literal["exponential", "dpace"], typer.Option(help="Of the slots.", rich_help_panel=TRAINING)
-    ] = "exponential"
+    loss: Annotated[Loss, typer.Option(help="Of a slot.", rich_help_panel=TRAINING)] = "lk"
+    weights: Annotated[Weights, typer.Option(help="Of the slots.", rich_help_panel=TRAINING)] = "exponential"
     survival: Annotated[
         float,
         typer.Option(min=0.0, help="Share of the expected accepted length in the loss.", rich_help_panel=TRAINING),
@@ -99,8 +97,8 @@ def train(
     require(bool(data.prompts), "--prompts: give at least one file of prompts to train on")
 
     from foredraft.train.objective import Objective
+    from foredraft.train.plan import TrainPlan
     from foredraft.train.report import print_training
-    from foredraft.train.run import TrainPlan
     from foredraft.train.run import train as run_training
 
     plan = TrainPlan(
@@ -152,7 +150,7 @@ def stage_progress() -> Iterator[Callable[[Progress], None]]:
         yield line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     columns = (
@@ -163,12 +161,12 @@ def stage_progress() -> Iterator[Callable[[Progress], None]]:
         TextColumn("{task.fields[detail]}"),
     )
     with Bars(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, object] = {}
+        tasks: dict[str, TaskID] = {}
 
         def update(progress: Progress) -> None:
             if progress.stage not in tasks:
                 tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total, detail="")
-            task: object = tasks[progress.stage]
-            bars.update(task, completed=progress.done, total=progress.total, detail=progress.detail)  # type: ignore[arg-type]
+            task = tasks[progress.stage]
+            bars.update(task, completed=progress.done, total=progress.total, detail=progress.detail)
 
         yield update

@@ -105,8 +105,7 @@ class BlockDrafter:
                 "trees; use a chain (tree_width 1), or a drafter with another corrector"
             )
         self.config = model.config
-        self.corrector = model.config.corrector
-        """The corrector's name, for reports."""
+        self.corrector: str | None = model.config.corrector
         self.feature_layers: tuple[int, ...] = model.config.target_layers
         self._target = target
         self._tree = tree

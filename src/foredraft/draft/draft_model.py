@@ -53,6 +53,7 @@ class DraftModelDrafter:
     """
 
     method = "draft_model"
+    corrector: str | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: TargetModel, cache: KVCache, vocab_size: int, tree_width: int = 1) -> None:

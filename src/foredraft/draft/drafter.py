@@ -62,6 +62,11 @@ class Drafter(Protocol):
     feature_layers: tuple[int, ...]
     """Target layers whose hidden states `observe` wants; empty for none."""
 
+    @property
+    def corrector(self) -> str | None:
+        """The name of the causal corrector, for reports; None where there is none."""
+        ...
+
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         """Drafts at most `max_draft_tokens` tokens for each request, in the order given."""
         ...

@@ -81,6 +81,11 @@ class MixtureDrafter:
         """Drafts of each drafter that were judged so far."""
         return [arm.num_drafts for arm in self._arms]
 
+    @property
+    def corrector(self) -> str | None:
+        """Those of the drafters that have one."""
+        return " + ".join(arm.drafter.corrector for arm in self._arms if arm.drafter.corrector is not None) or None
+
     def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
         """As many as every drafter can go on from."""
         return min(arm.drafter.num_reusable(block_table, block_hashes) for arm in self._arms)

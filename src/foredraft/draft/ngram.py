@@ -61,6 +61,7 @@ class NgramDrafter:
     """
 
     method = "ngram"
+    corrector: str | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, shortest: int = 2, longest: int = 4, tree_width: int = 1) -> None:

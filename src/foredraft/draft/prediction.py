@@ -50,6 +50,7 @@ class PredictionDrafter:
     """Drafts from each request's `prediction`; a request without one gets no draft."""
 
     method = "prediction"
+    corrector: str | None = None
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:

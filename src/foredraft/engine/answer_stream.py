@@ -112,7 +112,7 @@ class AnswerStream:
 
     @property
     def finished(self) -> bool:
-        return all(request.finished for request in self.assembled.requests)
+        return self.assembled.finished
 
     def new_pieces(self, changed: list[Request]) -> list[Piece]:
         """What is new of the requests that a step changed, and the whole answer once nothing more can come.

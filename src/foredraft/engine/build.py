@@ -131,7 +131,7 @@ def _drafter(
         return DraftModelDrafter(draft.model, cache, target.config.vocab_size, speculative.tree_width)
     if speculative.method == "prediction":
         return PredictionDrafter()
-    return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max, speculative.tree_width)
+    return NgramDrafter(*speculative.lookup_sizes, speculative.tree_width)
 
 
 def _draft_model(

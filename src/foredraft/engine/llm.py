@@ -105,7 +105,7 @@ class LLM:
                 if not running:
                     return
                 self.engine.step()
-                for index in [i for i, each in running.items() if all(r.finished for r in each.requests)]:
+                for index in [i for i, each in running.items() if each.finished]:
                     yield index, running.pop(index).output()
         finally:
             for assembled in running.values():
@@ -168,8 +168,8 @@ class LLM:
         """The requests of a prompt, checked and ready for the engine; raises `RequestError`."""
         return self._factory.assemble(prompt, params, num_speculative_tokens, priority=priority)
 
-    def rendered(self, messages: Messages, **template_options: Any) -> Prompt:
-        """A conversation as a prompt, by the model's chat template."""
+    def rendered(self, messages: Messages, **template_options: Any) -> dict[str, Any]:
+        """A conversation as a prompt with its token ids, by the model's chat template."""
         return self._factory.rendered(messages, **template_options)
 
     def _run(self, assembled: Sequence[Assembled], progress: Progress | None) -> None:

@@ -41,8 +41,8 @@ class RequestFactory:
         """Ids that end an output."""
         return self._built.eos_token_ids
 
-    def rendered(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> Prompt:
-        """A conversation as a prompt, by the model's chat template."""
+    def rendered(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> dict[str, Any]:
+        """A conversation as a prompt with its token ids, by the model's chat template."""
         options = {"add_generation_prompt": True, **template_options}
         text = self._tokenizer("chat").apply_chat_template(list(messages), **options)
         ids = self._tokenizer("chat").encode(text, add_special_tokens=False)

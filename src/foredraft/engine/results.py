@@ -22,6 +22,11 @@ class Assembled:
     requests: list[Request]
     tokenizer: Any
 
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(request.finished for request in self.requests)
+
     def output(self) -> RequestOutput:
         """The prompt's completions so far, the `n` best when `best_of` asked for more."""
         requests = self.requests
@@ -36,7 +41,7 @@ class Assembled:
             prompt=self.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             outputs=[self._completion(index, request) for index, request in enumerate(chosen)],
-            finished=all(request.finished for request in requests),
+            finished=self.finished,
             stats=stats,
             times=RequestTimes(first.arrival, _earliest(requests), _latest(requests)),
             prompt_logprobs=self._with_text(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,

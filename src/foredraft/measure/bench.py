@@ -17,7 +17,7 @@ from foredraft.measure.figures import Round, Sample
 from foredraft.measure.forward import ForwardCost, forward_cost
 from foredraft.measure.identity import NEAR_TIE, Difference, first_difference, logit_margin
 from foredraft.measure.memory import peak_memory, process_peak, reset_peak
-from foredraft.measure.prompts import PromptRecord
+from foredraft.measure.prompts import PromptRecord, encoded, has_template
 from foredraft.sampling.params import SamplingParams
 
 BASELINE = "baseline"
@@ -104,8 +104,12 @@ def encode_all(llm: LLM, prompts: Sequence[PromptRecord], chat_template: bool | 
     Args:
         chat_template: render them by the model's template; None: when it has one.
     """
-    templated = bool(llm.tokenizer.chat_template) if chat_template is None else chat_template
-    return Inputs([_encoded(llm, record, templated) for record in prompts], templated)
+    templated = has_template(llm) if chat_template is None else chat_template
+    inputs = [encoded(llm, record.prompt, templated) for record in prompts]
+    for prompt, record in zip(inputs, prompts, strict=True):
+        if record.prediction is not None:
+            prompt["prediction"] = record.prediction
+    return Inputs(inputs, templated)
 
 
 def run_bench(
@@ -180,16 +184,6 @@ def promise_of(llm: LLM, params: SamplingParams) -> Promise:
         return "none"
     exact = llm.config.dtype == "float32" or llm.model.is_row_invariant
     return "identical" if exact else "near_ties"
-
-
-def _encoded(llm: LLM, record: PromptRecord, chat_template: bool) -> dict[str, Any]:
-    if chat_template:
-        text = llm.tokenizer.apply_chat_template([{"role": "user", "content": record.prompt}])
-        ids = llm.tokenizer.encode(text, add_special_tokens=False)
-    else:
-        ids = llm.tokenizer.encode(record.prompt)
-    prompt = {"prompt_token_ids": ids}
-    return prompt if record.prediction is None else {**prompt, "prediction": record.prediction}
 
 
 def _differences(

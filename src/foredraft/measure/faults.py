@@ -47,6 +47,7 @@ class Misreporting:
         self._inner = inner
         self._change = change
         self.method = inner.method
+        self.corrector = inner.corrector
         self.feature_layers = inner.feature_layers
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:

@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines with a `prompt` key, or plain text with one prompt a line.
+"""Prompt files: JSON lines with a `prompt` key, or plain text with one prompt a line; and prompts for an engine.
 
 Knows no torch, so that a bad file is refused before a model is loaded.
 """
@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.config import require
 from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.engine.llm import LLM
 
 KEYS = ("prompt", "prediction", "name", "kind")
 
@@ -59,6 +62,22 @@ def demo_prompts() -> list[PromptRecord]:
     """The prompts that come with the package: repetitive text, code and chat."""
     text = (files("foredraft") / "data" / "demo_prompts.jsonl").read_text(encoding="utf-8")
     return _records(enumerate(text.splitlines(), start=1), "demo_prompts.jsonl")
+
+
+def has_template(llm: LLM) -> bool:
+    """Whether the model brings a chat template."""
+    return llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+
+
+def encoded(llm: LLM, prompt: str, chat_template: bool | None = None) -> dict[str, Any]:
+    """A prompt as the engine takes it, with its token ids.
+
+    Args:
+        chat_template: render it as a user's message by the model's template; None: when it has one.
+    """
+    if has_template(llm) if chat_template is None else chat_template:
+        return llm.rendered([{"role": "user", "content": prompt}])
+    return {"prompt": prompt, "prompt_token_ids": llm.tokenizer.encode(prompt)}
 
 
 def _records(lines: Iterable[tuple[int, str]], where: str) -> list[PromptRecord]:

@@ -32,7 +32,9 @@ _ROWS = (
 def bench_json(run: BenchRun, llm: LLM) -> dict[str, Any]:
     """All figures of a run; the speed-ups are None when outputs differ where they must not."""
     speculative = llm.config.speculative
+    drafter = llm.engine.drafter
     assert speculative is not None
+    assert drafter is not None
     accepted = acceptance(run.rounds[SPECULATIVE])
     split = step_split(run.rounds[SPECULATIVE])
     speedup = None if run.broken else _speedup(run)
@@ -41,7 +43,7 @@ def bench_json(run: BenchRun, llm: LLM) -> dict[str, Any]:
         "model": llm.config.model,
         "drafter": llm.drafter_name,
         "method": speculative.method,
-        "corrector": getattr(llm.engine.drafter, "corrector", None),
+        "corrector": drafter.corrector,
         "verification": speculative.verification or ("block" if run.params.seed is None else "coupled"),
         "dtype": llm.config.dtype,
         "device": str(llm.model.device),

@@ -51,7 +51,7 @@ class TorchAttention:
         out = torch.empty_like(q)
         bounds, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         for request, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            keys, values = self._gathered(layer, batch.block_tables[request], seq_lens[request], cache)  # [Hkv, S, D]
+            keys, values = gathered(layer, batch.block_tables[request], seq_lens[request], cache)  # [Hkv, S, D]
             mask = visible(batch, begin, end, seq_lens[request], sliding_window)  # [n, S]
             query = q[begin:end].transpose(0, 1)[None]
             mixed = F.scaled_dot_product_attention(
@@ -64,13 +64,6 @@ class TorchAttention:
             )
             out[begin:end] = mixed[0].transpose(0, 1)
         return out.reshape(q.shape[0], -1)
-
-    @staticmethod
-    def _gathered(layer: int, table: Tensor, length: int, cache: KVCache) -> tuple[Tensor, Tensor]:
-        blocks = table[: -(-length // cache.block_size)]
-        keys = cache.keys(layer)[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
-        values = cache.values(layer)[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
-        return keys, values
 
 
 class NativeAttention:
@@ -136,6 +129,14 @@ def _fill(struct: native.BatchStruct, batch: ForwardBatch) -> None:
     struct.tree_stride = 0 if batch.tree_mask is None else batch.tree_mask.stride(0)
     struct.requests, struct.tokens = len(batch.seq_lens), len(batch.input_ids)
     struct.threads = torch.get_num_threads()
+
+
+def gathered(layer: int, table: Tensor, length: int, cache: KVCache) -> tuple[Tensor, Tensor]:
+    """A request's first `length` keys and values by its block table, each [Hkv, length, D]."""
+    blocks = table[: -(-length // cache.block_size)]
+    keys = cache.keys(layer)[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
+    values = cache.values(layer)[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+    return keys, values
 
 
 def visible(batch: ForwardBatch, begin: int, end: int, length: int, sliding_window: int | None) -> Tensor:

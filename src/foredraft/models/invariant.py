@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from foredraft.errors import ConfigError
 from foredraft.kv.cache import KVCache
+from foredraft.models.attention import gathered
 from foredraft.models.batch import ForwardBatch
 from foredraft.models.decoder import Decoder, ForwardOutput, TargetModel
 
@@ -42,10 +43,8 @@ class InvariantAttention:
         cache.write(layer, batch.slot_mapping, k, v)
         length = int(batch.seq_lens[0])
         padded = -(-length // KEYS) * KEYS
-        blocks = batch.block_tables[0, : -(-length // cache.block_size)]
-        keys = cache.keys(layer)[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].to(q.dtype)
-        values = cache.values(layer)[blocks].transpose(0, 1).flatten(1, 2)[:, :length].to(q.dtype)
-        keys, values = (F.pad(part, (0, 0, 0, padded - length)) for part in (keys, values))
+        found = gathered(layer, batch.block_tables[0], length, cache)
+        keys, values = (F.pad(part.to(q.dtype), (0, 0, 0, padded - length)) for part in found)
         positions, key_positions = batch.positions, torch.arange(padded, device=q.device)
         mask = key_positions <= positions[:, None]
         if sliding_window is not None:

@@ -49,7 +49,7 @@ class NativeLinear:
 
     They read the weights at the memory's speed and hide 8 rows' arithmetic behind it, up to 16 rows' where there is a
     tile unit (AMX, bfloat16 weights). Activations are float32, rounded to bfloat16 on the way into a tile. oneDNN has
-    no bfloat16 path at all before AVX-512, and on two Sapphire Rapids cores it takes 1.5 to 3 times as long for a row.
+    no bfloat16 path at all before AVX-512, and takes longer for a row where it has one.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

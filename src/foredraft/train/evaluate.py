@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from foredraft.config import SpeculativeConfig
+from foredraft.draft.block_model import load_block_model
 from foredraft.draft.correctors.confidence import calibrate, calibration_error
 from foredraft.engine.llm import LLM
+from foredraft.measure.prompts import encoded
 from foredraft.sampling.params import SamplingParams
 from foredraft.train.batches import TrainingBatch, batches
 from foredraft.train.objective import Slots, corrected_scores, score_base
-from foredraft.train.regenerate import rendered
 from foredraft.train.trainer import Network
 
 RECALL_AT = (1, 4, 8, 16)
@@ -131,8 +132,6 @@ def engine_figures(
     **options: object,
 ) -> EngineFigures:
     """Runs the drafter in the engine: chains of its whole block, or trees of twice as many nodes."""
-    from foredraft.draft.block_model import load_block_model
-
     slots = load_block_model(drafter).config.num_draft_tokens
     speculative = SpeculativeConfig(
         method="block",
@@ -143,7 +142,7 @@ def engine_figures(
     )
     llm = LLM(target, speculative=speculative, **options)  # type: ignore[arg-type]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    llm.generate([rendered(llm, prompt) for prompt in prompts], params)
+    llm.generate([encoded(llm, prompt) for prompt in prompts], params)
     stats = llm.stats
     return EngineFigures(
         temperature, stats.mean_acceptance_length, list(stats.acceptance_rate_per_position), stats.num_steps

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foredraft.config import require_choice
 from foredraft.draft.block_model import BlockModel
 from foredraft.train.batches import TrainingBatch
 from foredraft.train.head import HeadScores
@@ -32,6 +33,10 @@ class Objective:
     weights: str = "exponential"
     survival: float = 0.0
     confidence: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_choice("loss", self.loss, tuple(LOSSES))
+        require_choice("weights", self.weights, WEIGHTS)
 
 
 class Columns:

@@ -13,6 +13,7 @@ from pathlib import Path
 from foredraft.engine.llm import LLM
 from foredraft.engine.prompts import Prompt
 from foredraft.errors import RequestError
+from foredraft.measure.prompts import encoded
 from foredraft.sampling.params import SamplingParams
 
 Progress = Callable[[int, int, int], None]
@@ -42,7 +43,7 @@ def regenerate(
     def requests() -> Iterator[tuple[Prompt, SamplingParams]]:
         for index in pending:
             params = SamplingParams(max_tokens=max_tokens, temperature=_temperature(index), seed=seed + index)
-            yield rendered(llm, prompts[index]), params
+            yield encoded(llm, prompts[index]), params
 
     written = 0
     with file.open("a", encoding="utf-8") as out:
@@ -69,13 +70,6 @@ def read_responses(file: Path) -> list[Response]:
     if whole != text:
         file.write_text(whole, encoding="utf-8")
     return [Response(**json.loads(line)) for line in whole.splitlines()]
-
-
-def rendered(llm: LLM, prompt: str) -> Prompt:
-    """The prompt as the model's chat template wants it; as it is for a model without one."""
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        return prompt
-    return llm.rendered([{"role": "user", "content": prompt}])
 
 
 def _temperature(index: int) -> float:

@@ -7,81 +7,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foredraft.config import EngineConfig, require
 from foredraft.draft.backbone import start_from_target
 from foredraft.draft.backbone_config import config_for, spread_layers
 from foredraft.draft.block_model import BlockModel, load_block_model, save_block_model
+from foredraft.draft.correctors import makes_trees
 from foredraft.engine.llm import LLM
-from foredraft.errors import ConfigError
 from foredraft.models.decoder import Decoder
-from foredraft.models.load import load_model, open_model_weights
+from foredraft.models.load import open_model_weights
 from foredraft.train.evaluate import EngineFigures, SlotFigures, calibrate_confidence, engine_figures, slot_figures
 from foredraft.train.features import cache_features, feature_bytes
-from foredraft.train.objective import Objective
+from foredraft.train.plan import (
+    CALIBRATION,
+    EVALUATION,
+    FEATURES,
+    HELD_OUT_EVERY,
+    TrainPlan,
+    begin,
+    check_begun,
+    check_held_out,
+    check_prompts,
+    fitting_target,
+)
 from foredraft.train.plots import plot_training
 from foredraft.train.prompts import TrainingPrompts, is_held_out, training_prompts
 from foredraft.train.regenerate import Response, regenerate
-from foredraft.train.trainer import Network, Settings, Stage, Trainer, TrainingProgress
+from foredraft.train.trainer import Network, Settings, Trainer, TrainingProgress
 from foredraft.train.vocabulary import draft_vocabulary
 
-HELD_OUT_EVERY = 32
 EVALUATION_PROMPTS = 24
-
-
-@dataclass(frozen=True)
-class TrainPlan:
-    """What to train and from what.
-
-    Args:
-        target: the model to draft for, as `LLM` takes it.
-        prompts, evaluation: prompt files to train on, and those whose prompts must not be among them.
-        corrector: a name of `draft.correctors`; its options in `corrector_options`.
-        num_speculative_tokens: γ, the slots of a block.
-        num_layers: of the backbone; they start as the target's last ones.
-        num_feature_layers: target layers whose outputs are the context.
-        draft_vocab_size: tokens that can be drafted; None for the target's whole vocabulary.
-        conv_taps: of the causal convolutions around the backbone's sublayers; 0 for none.
-        max_tokens: of an answer.
-        epochs: passes of the stages backbone, corrector and joint.
-        learning_rate: peak of the backbone's first stage; the corrector's is three times, the joint stage's a sixth.
-        dtype: of the target while it answers.
-    """
-
-    target: str
-    prompts: Sequence[Path]
-    out: Path
-    evaluation: Sequence[Path] = ()
-    corrector: str = "chain"
-    corrector_options: dict[str, Any] = field(default_factory=dict)
-    num_speculative_tokens: int = 7
-    num_layers: int = 2
-    num_feature_layers: int = 4
-    draft_vocab_size: int | None = 8192
-    conv_taps: int = 0
-    max_tokens: int = 160
-    epochs: tuple[int, int, int] = (8, 2, 2)
-    learning_rate: float = 6e-4
-    objective: Objective = field(default_factory=Objective)
-    texts: int = 4
-    anchors: int = 64
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    max_num_seqs: int = 32
-
-    def stages(self) -> tuple[Stage, ...]:
-        rate, (backbone, corrector, joint) = self.learning_rate, self.epochs
-        return (
-            Stage("backbone", backbone, rate, 0.0, (1.0, 1.0)),
-            Stage("corrector", corrector, 0.0, 3 * rate, (0.0, 0.0)),
-            Stage("joint", joint, rate / 6, rate, (0.5, 0.1)),
-        )
 
 
 @dataclass(frozen=True)
@@ -135,20 +94,25 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
     Raises `ConfigError` for a plan that cannot be followed, or another one than the directory was begun with.
     """
     work = plan.out / "work"
-    _same_plan(plan, work)
+    check_begun(plan, work)
     prompts = training_prompts(plan.prompts, plan.evaluation)
     say(
         f"{len(prompts.prompts)} prompts; refused {prompts.num_refused} that are shared with evaluation prompts, "
         f"left out {prompts.num_repeated} repetitions"
     )
-    responses = _answers(plan, prompts, work, report)
+    check_prompts(len(prompts.prompts))
+    llm = LLM(plan.target, dtype=plan.dtype, device=plan.device, max_num_seqs=plan.max_num_seqs)
+    target = fitting_target(plan, llm.model)
+    begin(plan, work)
+    responses = _answers(llm, plan, prompts, work, report)
+    del llm  # training needs the memory of its cache
     kept = [each for each in responses if not is_held_out(each.index, HELD_OUT_EVERY)]
     held = [each for each in responses if is_held_out(each.index, HELD_OUT_EVERY)]
+    held_out = {CALIBRATION: held[::2], EVALUATION: held[1::2]}
+    for what, some in held_out.items():
+        check_held_out(what, some, plan.num_speculative_tokens)
     answer_tokens = sum(len(each.token_ids) for each in responses)
     torch.manual_seed(plan.seed)
-    target = load_model(EngineConfig(plan.target, dtype=plan.dtype, device=plan.device)).model
-    if not isinstance(target, Decoder):
-        raise ConfigError(f"--target {plan.target}: it runs through transformers; drafters need one that runs natively")
     layers = spread_layers(target.config.num_layers, plan.num_feature_layers)
     size = feature_bytes(responses, len(layers), target.config.hidden_size)
     say(f"{answer_tokens} answer tokens; features of layers {layers} take {size / 1e6:.0f} MB in {work}")
@@ -159,7 +123,8 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
 
         return cache_features(target, some, layers, work / what, tell)
 
-    files, held_files = cached("features", kept), cached("held-out", held)
+    files = cached(FEATURES, kept)
+    held_files = {what: cached(what, some) for what, some in held_out.items()}
     ids, share = None, 1.0
     if plan.draft_vocab_size is not None and plan.draft_vocab_size < target.config.vocab_size:
         ids, share = draft_vocabulary(files, plan.draft_vocab_size, target.config.vocab_size)
@@ -175,17 +140,17 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
     )
     Trainer(network, files, settings, work).run(lambda each: report(_told(each)))
     report(Progress("calibrate", 0, 1))
-    calibrate_confidence(network, held_files[: len(held_files) // 2 or 1])
+    calibrate_confidence(network, held_files[CALIBRATION])
     save_block_model(network.model, plan.out, torch.bfloat16)
     load_block_model(plan.out)  # what was written can be read
     plot_training(work / "metrics.jsonl", plan.out)
-    slots = slot_figures(network, held_files[len(held_files) // 2 :])
-    held_prompts = [prompts.prompts[each.index] for each in held[:EVALUATION_PROMPTS]]
+    slots = slot_figures(network, held_files[EVALUATION])
+    held_prompts = [prompts.prompts[each.index] for each in held_out[EVALUATION][:EVALUATION_PROMPTS]]
     engine: dict[str, EngineFigures] = {}
     for name, temperature, tree in (("greedy", 0.0, False), ("sampled", 1.0, False), ("greedy tree", 0.0, True)):
         report(Progress("evaluate", len(engine), 3, name))
-        if tree and plan.corrector in ("rnn", "gru", "lattice"):
-            continue  # their scores depend on the whole draft, so they make no trees
+        if tree and not makes_trees(plan.corrector):
+            continue
         engine[name] = engine_figures(
             plan.target,
             plan.out,
@@ -201,30 +166,12 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
     return result
 
 
-def _same_plan(plan: TrainPlan, work: Path) -> None:
-    """Begins the directory, or checks that it was begun with this plan."""
-    found = json.loads(json.dumps({key: value for key, value in asdict(plan).items() if key != "out"}, default=str))
-    file = work / "plan.json"
-    if not file.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        return
-    begun = json.loads(file.read_text(encoding="utf-8"))
-    differences = [key for key in found if begun.get(key) != found[key]]
-    require(
-        not differences,
-        f"--out {plan.out}: it was begun with another plan ({', '.join(differences)} differ); give the flags that it "
-        "was begun with to go on, or another directory",
-    )
-
-
 def _answers(
-    plan: TrainPlan, prompts: TrainingPrompts, work: Path, report: Callable[[Progress], None]
+    llm: LLM, plan: TrainPlan, prompts: TrainingPrompts, work: Path, report: Callable[[Progress], None]
 ) -> list[Response]:
     def tell(done: int, total: int, tokens: int) -> None:
         report(Progress("regenerate", done, total, f"{tokens} tokens"))
 
-    llm = LLM(plan.target, dtype=plan.dtype, device=plan.device, max_num_seqs=plan.max_num_seqs)
     file = work / "responses.jsonl"
     return regenerate(llm, prompts.prompts, file, max_tokens=plan.max_tokens, seed=plan.seed, progress=tell)
 

@@ -16,7 +16,16 @@ from foredraft.draft.correctors.sampler import SlotSampler
 from foredraft.draft.correctors.unary import Uncorrected
 from foredraft.errors import DrafterError
 
-__all__ = ["CORRECTORS", "Corrected", "Corrector", "FirstOrder", "Sizes", "SlotSampler", "make_corrector"]
+__all__ = [
+    "CORRECTORS",
+    "Corrected",
+    "Corrector",
+    "FirstOrder",
+    "Sizes",
+    "SlotSampler",
+    "make_corrector",
+    "makes_trees",
+]
 
 CORRECTORS: dict[str, type[Any]] = {
     "none": Uncorrected,
@@ -29,6 +38,11 @@ CORRECTORS: dict[str, type[Any]] = {
     "chain": ChainCorrector,
 }
 """Classes of `Corrector`; their keyword arguments are the options that a configuration may give."""
+
+
+def makes_trees(name: str) -> bool:
+    """Whether trees can be drafted with a corrector: its candidates must form a chain, whose best tree is known."""
+    return issubclass(CORRECTORS[name], FirstOrder)
 
 
 def make_corrector(

@@ -9,10 +9,11 @@
 #include <immintrin.h>
 #include <omp.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "scratch.h"
 
 #define NR 16          /* outputs in a panel */
 #define KC 32          /* inputs in a tile */
@@ -59,19 +60,6 @@ void fd_rows_amx(const bf16 *w, const int64_t *ids, float *out, int count, int K
             uint32_t bits = (uint32_t)w[at((int)ids[i], k, K)] << 16;
             memcpy(out + (size_t)i * K + k, &bits, 4);
         }
-}
-
-/* The caller's scratch of activations, grown as needed and kept. */
-static bf16 *scratch(size_t count) {
-    static _Thread_local bf16 *buffer;
-    static _Thread_local size_t capacity;
-    if (capacity < count) {
-        free(buffer);
-        capacity = count + count / 2;
-        buffer = aligned_alloc(64, (capacity * sizeof *buffer + 63) / 64 * 64);
-        memset(buffer, 0, capacity * sizeof *buffer);
-    }
-    return buffer;
 }
 
 static void narrow_row(const float *x, bf16 *out, int K) {
@@ -214,7 +202,7 @@ void fd_gemm_amx(const bf16 *w, const float *bias, const float *x, int64_t xs, c
     int panels = (N + NR - 1) / NR, padded = tiles_of(K) * KC;
     if ((int64_t)(M < 16 ? 16 : M) * N * K < SMALL) threads = 1;
     int rows = (M + 31) / 32 * 32;
-    bf16 *packed = scratch((size_t)rows * padded);
+    bf16 *packed = scratch((size_t)rows * padded * sizeof *packed);
     if (M <= 16)
         for (int m = 0; m < M; m++) narrow_row(x + m * xs, packed + (size_t)m * padded, K);
     _Pragma("omp parallel num_threads(threads)") {

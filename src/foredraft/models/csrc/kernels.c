@@ -9,8 +9,9 @@
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
+
+#include "scratch.h"
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -50,18 +51,6 @@ static inline bf16 narrow(float x) { /* to nearest, ties to even; NaN stays NaN 
     memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (bf16)((bits >> 16) | 0x40);
     return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-
-/* A thread's scratch, grown as needed and kept. */
-static float *scratch(size_t floats) {
-    static _Thread_local float *buffer;
-    static _Thread_local size_t capacity;
-    if (capacity < floats) {
-        free(buffer);
-        capacity = floats + floats / 2;
-        buffer = aligned_alloc(64, (capacity * 4 + 63) / 64 * 64);
-    }
-    return buffer;
 }
 
 /* ---- weights ------------------------------------------------------------------------------------------------- */
@@ -131,7 +120,7 @@ static void pack_rows(const float *x, int64_t stride, int rows, int K, float *ou
         /* rows whose packed form stays in half a 512 KB L2 while all panels pass by */                                \
         int chunk = 65536 / K / MR_MAX * MR_MAX;                                                                       \
         if (chunk < 2 * MR_MAX) chunk = 2 * MR_MAX;                                                                    \
-        float *packed = scratch((size_t)(M < chunk ? M : chunk) * K + 16);                                             \
+        float *packed = scratch(((size_t)(M < chunk ? M : chunk) * K + 16) * sizeof *packed);                          \
         for (int m0 = 0; m0 < M; m0 += chunk) {                                                                        \
             int rows = M - m0 < chunk ? M - m0 : chunk;                                                                \
             int passes = 0;                                                                                            \
@@ -440,7 +429,7 @@ static float softmax_terms(float *s, int first, int end) {
         int length = (int)b->seq_lens[r], prefix = length - count;                                                     \
         const int64_t *table = b->tables + r * b->table_stride;                                                        \
         size_t stride = ((size_t)(length + block - 1) / block + 1) * block + 2 * LANES;                                \
-        float *buffer = scratch(GROUP * (stride + dim) + (size_t)GROUP * LANES);                                       \
+        float *buffer = scratch(GROUP * (stride + dim + LANES) * sizeof *buffer);                                      \
         float *packed = buffer + GROUP * stride;                                                                       \
         int first[GROUP], end[GROUP], lowest = length, highest = 0, common_first = 0, common_end = length;             \
         for (int i = 0; i < rows; i++) {                                                                               \
