@@ -18,7 +18,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def flags(model: Path, prompts: Path, *drafter: object) -> list[object]:
     return [
-        *("audit", "--model", model, "--dtype", "float32", "--num-speculative-tokens", 3),
+        *("audit", model, "--dtype", "float32", "--num-speculative-tokens", 3),
         *("--prompts", prompts, "--max-tokens", 24, "--samples", 60),
         *(drafter or ("--speculative-model", model)),
     ]

@@ -10,7 +10,7 @@ import typer
 
 from foredraft.cli.command import EXIT_FINDING
 from foredraft.cli.console import loaded_llm, progress, stdout, write_json
-from foredraft.cli.flags import SAMPLING, EngineFlags, JsonPath, SpeculativeFlags, given_fields
+from foredraft.cli.flags import SAMPLING, EngineFlags, JsonPath, ModelTag, SpeculativeFlags, given_fields
 from foredraft.config import require
 from foredraft.measure.prompts import demo_prompts, read_prompts
 
@@ -53,6 +53,7 @@ def audit(
     engine: EngineFlags,
     speculation: SpeculativeFlags,
     sampling: AuditSamplingFlags,
+    model_tag: ModelTag = None,
     json_path: JsonPath = None,
 ) -> int:
     """Check that speculation changes nothing: greedy and seeded tokens, sampled distributions, log-probabilities."""
@@ -62,7 +63,7 @@ def audit(
         explains = speculative.explain_lengths is not None
         require(not explains, "--explain-lengths: an audit drafts at full length; add --adaptive")
         speculative = replace(speculative, adaptive=False)
-    config = engine.config(speculative)
+    config = engine.named(model_tag).config(speculative)
     records = demo_prompts() if run.prompts is None else read_prompts(run.prompts)
 
     from foredraft.measure.audit import AuditPlan, run_audit, self_test

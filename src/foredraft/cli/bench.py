@@ -10,7 +10,7 @@ import typer
 
 from foredraft.cli.command import EXIT_FINDING
 from foredraft.cli.console import loaded_llm, progress, write_json
-from foredraft.cli.flags import SAMPLING, EngineFlags, JsonPath, SpeculativeFlags, given_fields
+from foredraft.cli.flags import SAMPLING, EngineFlags, JsonPath, ModelTag, SpeculativeFlags, given_fields
 from foredraft.config import require
 from foredraft.measure.prompts import demo_prompts, read_prompts
 
@@ -65,10 +65,11 @@ def bench(
     engine: EngineFlags,
     speculation: SpeculativeFlags,
     sampling: BenchSamplingFlags,
+    model_tag: ModelTag = None,
     json_path: JsonPath = None,
 ) -> int:
     """Measure what speculation gains, in turns with plain decoding, and whether the outputs agree."""
-    config = engine.config(speculation.config())
+    config = engine.named(model_tag).config(speculation.config())
     require(
         run.batch <= engine.max_num_seqs,
         f"--batch: {run.batch} is above --max-num-seqs {engine.max_num_seqs}",

@@ -6,7 +6,7 @@ Knows no torch. Flags whose default is None leave the choice to the configuratio
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ SAMPLING = "Sampling"
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as JSON; `-` is stdout.")
 ]
+ModelTag = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,13 @@ class EngineFlags:
         bool,
         typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL),
     ] = False
+
+    def named(self, model: str | None) -> EngineFlags:
+        """With the model that was named without a flag; raises `ConfigError` when `--model` names another."""
+        if model is None:
+            return self
+        require(self.model in (EngineFlags.model, model), f"--model {self.model} contradicts {model}")
+        return replace(self, model=model)
 
     def config(self, speculative: SpeculativeConfig | None) -> EngineConfig:
         """The engine's configuration; raises `ConfigError`."""
