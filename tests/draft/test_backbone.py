@@ -54,6 +54,8 @@ VARIANTS = {
     "head_norms": replace(CONFIG, qk_norm=True, mask_token_id=3),
     "convolution": replace(CONFIG, conv_taps=2, conv_group_size=4, qk_norm=True),
     "static_convolution": replace(CONFIG, conv_taps=3, anchor_predicts=False, block_size=5),
+    "carry": replace(CONFIG, carry=True),
+    "carry_to_masks": replace(CONFIG, carry=True, anchor_predicts=False, block_size=5, mask_token_id=3),
     "one_layer": replace(CONFIG, num_layers=1, target_layers=(1,), rope=replace(ROPE, rotary_dim=6)),
 }
 
@@ -107,6 +109,8 @@ def reference(backbone: Backbone, features, anchor: int, anchor_embedding, mask_
 
     context = [norm(weights["fc.weight"] @ row, weights["hidden_norm.weight"]) for row in features[:anchor]]
     x = [anchor_embedding] + [mask_embedding] * (config.block_size - 1)
+    if config.carry:
+        x = [row + weights["carry.weight"] @ context[-1] for row in x]
     for index in range(config.num_layers):
         at = f"layers.{index}"
 
@@ -174,6 +178,7 @@ class Blocks:
         self.cache.v.fill_(float("nan"))
         self.free = torch.randperm(num_blocks).tolist()
         self.tables: list[list[int]] = []
+        self.last: dict[int, torch.Tensor] = {}
 
     def add(self, length: int) -> int:
         self.tables.append([self.free.pop() for _ in range(-(-length // self.block_size))])
@@ -183,14 +188,17 @@ class Blocks:
         positions = torch.arange(start, start + len(features))
         table = torch.tensor(self.tables[request])
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        self.runner.write_context(self.runner.context(features), positions, slots, self.cache)
+        context = self.runner.context(features)
+        self.last[request] = context[-1]
+        self.runner.write_context(context, positions, slots, self.cache)
 
     def hidden(self, anchors: list[int], counts: list[int], embeddings, mask):
         batch = self.runner.block_batch([5] * len(anchors), anchors, self.tables, counts, self.block_size)
         rows = torch.zeros(len(batch.input_ids), self.runner.config.hidden_size)
         rows[:] = float("nan") if mask is None else mask
         rows[batch.query_start_loc[:-1]] = embeddings
-        return torch.split(self.runner.forward(rows, batch, self.cache), counts)
+        last = torch.stack([self.last[request] for request in range(len(anchors))])
+        return torch.split(self.runner.forward(rows, batch, self.cache, last), counts)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
@@ -275,7 +283,7 @@ def test_rejected_drafts_leave_no_trace() -> None:
 
 
 def test_every_weight_learns_and_the_future_does_not_matter() -> None:
-    backbone = wild(VARIANTS["convolution"]).train()
+    backbone = wild(replace(VARIANTS["convolution"], carry=True)).train()
     features, anchors, embeddings, _ = batch_of(backbone.config)
     hidden = backbone(features, anchors, embeddings)
     hidden.square().sum().backward()
@@ -289,9 +297,9 @@ def test_every_weight_learns_and_the_future_does_not_matter() -> None:
     assert not torch.equal(after[0, 2], hidden[0, 2])
 
 
-def test_fresh_convolutions_change_nothing() -> None:
+def test_fresh_convolutions_and_a_fresh_carry_change_nothing() -> None:
     plain = wild(replace(CONFIG, qk_norm=True))
-    convolved = Backbone(VARIANTS["convolution"])
+    convolved = Backbone(replace(VARIANTS["convolution"], carry=True))
     convolved.load_state_dict(plain.state_dict(), strict=False)
     features, anchors, embeddings, _ = batch_of(CONFIG)
     assert torch.equal(plain(features, anchors, embeddings), convolved(features, anchors, embeddings))

@@ -140,6 +140,7 @@ VARIANTS = {
     "chain": {},
     "masks_predict": {"anchor_predicts": False},
     "convolution": {"conv_taps": 2, "conv_group_size": 6},
+    "carry": {"carry": True},
     "reduced": {"draft_ids": torch.arange(0, 100, 3)},
     "confidence": {"confidence": {}},
     "markov_full": {"corrector": "markov", "corrector_options": {"rank": 8}},

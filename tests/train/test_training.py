@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_a_trained_drafter_is_better_than_chance_and_exact_in_the_engine(
     corrector: str, tiny_target: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
     options = {} if corrector == "none" else {"num_candidates": 8}
-    chosen = plan(tiny_target, prompt_file, tmp_path, corrector=corrector, corrector_options=options, epochs=(2, 8, 1))
+    sizes: dict[str, Any] = {"corrector": corrector, "corrector_options": options, "epochs": (2, 8, 1)}
+    chosen = plan(tiny_target, prompt_file, tmp_path, carry=False, **sizes)  # what is before its last token says nothing
     result = train(chosen, quiet, quiet)
     assert result.slots.num_slots > 50
     assert result.slots.alpha_base[0] > 0.25  # chance would be a few hundredths
@@ -110,6 +112,40 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     steps = [json.loads(line)["step"] for line in (tmp_path / "pieces/work/metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
+
+
+def test_a_drafter_goes_on_from_another(tiny_target: Path, prompt_file: Path, tmp_path: Path) -> None:
+    first = plan(tiny_target, prompt_file, tmp_path / "first", carry=False)
+    before = train(first, quiet, quiet)
+    second = replace(first, out=tmp_path / "second", start=first.out, carry=True, epochs=(0, 0, 1), learning_rate=1e-9)
+    after = train(second, quiet, quiet)
+    assert after.slots.alpha == pytest.approx(before.slots.alpha, abs=0.02)  # bfloat16 on disk, and hardly a step since
+    old, new = load_block_model(first.out), load_block_model(second.out)
+    assert new.draft_ids is not None and old.draft_ids is not None
+    assert torch.equal(new.draft_ids, old.draft_ids)
+    assert new.backbone.carry is not None and old.backbone.carry is None
+    other = replace(first, out=tmp_path / "third", corrector="markov", start=first.out, epochs=(0, 1, 0))
+    assert train(other, quiet, quiet).slots.alpha_base == pytest.approx(before.slots.alpha_base, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 2}, "--num-layers: 2, but the drafter of --start .* has 1"),
+        ({"num_speculative_tokens": 2}, "--num-speculative-tokens: 2, but the drafter of --start .* has 3"),
+        ({"draft_vocab_size": 32}, "--draft-vocab-size: 32, but the drafter of --start .* has 64"),
+        ({"num_feature_layers": 1}, "--num-feature-layers: .*, but the drafter of --start"),
+        ({"carry": False}, "--carry: False, but the drafter of --start .* has True"),
+        ({"epochs": (0, 0, 0)}, "--epochs, --corrector-epochs and --joint-epochs: all are 0"),
+    ],
+)
+def test_starts_of_another_shape_are_refused(
+    changes: dict[str, Any], message: str, tiny_target: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    first = plan(tiny_target, prompt_file, tmp_path / "first", epochs=(1, 0, 0))
+    train(first, quiet, quiet)
+    with pytest.raises(ConfigError, match=message):
+        train(replace(first, out=tmp_path / "second", start=first.out, **changes), quiet, quiet)
 
 
 def test_another_plan_in_the_same_directory_is_refused(tiny_target: Path, prompt_file: Path, tmp_path: Path) -> None:

@@ -57,16 +57,22 @@ class DrafterFlags:
     draft_vocab_size: Annotated[
         int, typer.Option(min=0, help="Tokens that can be drafted; 0 for all.", rich_help_panel=DRAFTER)
     ] = 8192
+    carry: Annotated[
+        bool, typer.Option(help="Give every slot the last context row directly.", rich_help_panel=DRAFTER)
+    ] = True
     conv_taps: Annotated[
         int, typer.Option(min=0, help="Of causal convolutions in the backbone; 0 for none.", rich_help_panel=DRAFTER)
     ] = 0
+    start: Annotated[
+        Path | None, typer.Option(help="A drafter to go on from, with its shape.", rich_help_panel=DRAFTER)
+    ] = None
 
 
 @dataclass(frozen=True)
 class TrainingFlags:
     """How it is trained."""
 
-    epochs: Annotated[int, typer.Option(min=1, help="Passes of the backbone.", rich_help_panel=TRAINING)] = 8
+    epochs: Annotated[int, typer.Option(min=0, help="Passes of the backbone.", rich_help_panel=TRAINING)] = 8
     corrector_epochs: Annotated[
         int, typer.Option(min=0, help="Of the corrector on the frozen backbone.", rich_help_panel=TRAINING)
     ] = 2
@@ -112,7 +118,9 @@ def train(
         num_layers=drafter.num_layers,
         num_feature_layers=drafter.num_feature_layers,
         draft_vocab_size=drafter.draft_vocab_size or None,
+        carry=drafter.carry,
         conv_taps=drafter.conv_taps,
+        start=drafter.start,
         max_tokens=data.max_tokens,
         max_num_seqs=data.max_num_seqs,
         epochs=(training.epochs, training.corrector_epochs, training.joint_epochs),

@@ -122,6 +122,10 @@ class Backbone(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.carry = None
+        if config.carry:  # starts as if it were not there
+            self.carry = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            nn.init.zeros_(self.carry.weight)
         self.mask_embedding = None
         if config.mask_token_id is None:
             self.mask_embedding = nn.Parameter(torch.randn(config.hidden_size) * 0.02)
@@ -141,8 +145,8 @@ class Backbone(nn.Module):
 
         Args:
             features: [B, S, m·d], of whole sequences.
-            anchors: [B, A], the anchors' positions; each sees the features before it. Sequences shorter than
-                S need no mask, since no anchor lies past their end.
+            anchors: [B, A], the anchors' positions, from 1 on; each sees the features before it. Sequences shorter
+                than S need no mask, since no anchor lies past their end.
             anchor_embeddings: [B, A, d], the target's.
             mask_embedding: [d], the target's embedding of the mask token, when the backbone has none of its
                 own.
@@ -153,6 +157,9 @@ class Backbone(nn.Module):
         masks = mask.to(anchor_embeddings.dtype).expand(*anchors.shape, config.block_size - 1, -1)
         x = torch.cat([anchor_embeddings[:, :, None], masks], 2)  # [B, A, n, d]
         context = self.context(features)
+        if self.carry is not None:
+            rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+            x = x + self.carry(context[rows, anchors - 1])[:, :, None]
         rotary = Rotary(config, anchors, features.shape[1])
         visible = visible_keys(anchors, features.shape[1], config.block_size)
         for layer in self.layers:

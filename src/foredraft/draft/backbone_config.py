@@ -29,6 +29,8 @@ class BlockConfig:
         mask_token_id: token whose embedding is the mask's; None when the drafter has a mask embedding of its
             own.
         draft_vocab_size: size of the reduced draft vocabulary; None for the target's.
+        carry: whether every input of a block also gets the context's last row, through a matrix of its own, as EAGLE's
+            drafter gets the feature before its token. Attention alone passes on no more than its few value heads hold.
         conv_taps: taps of the causal convolutions around each sublayer; 0 for none.
         conv_group_size: channels that share a dynamic kernel; 0 for static kernels only.
         corrector, corrector_options: see `draft.correctors`.
@@ -50,6 +52,7 @@ class BlockConfig:
     draft_vocab_size: int | None = None
     rms_norm_eps: float = 1e-6
     qk_norm: bool = False
+    carry: bool = False
     conv_taps: int = 0
     conv_group_size: int = 0
     corrector: str = "none"
@@ -144,6 +147,7 @@ def to_json(config: BlockConfig) -> dict[str, Any]:
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layers),
+            "context_carry": config.carry,
             "conv_kernel_size": config.conv_taps,
             "conv_group_size": config.conv_group_size,
         },
@@ -182,6 +186,7 @@ def from_json(raw: Mapping[str, Any], where: str) -> BlockConfig:
             draft_vocab_size=raw.get("draft_vocab_size"),
             rms_norm_eps=raw["rms_norm_eps"],
             qk_norm=raw["qk_norm"],
+            carry=dflash.get("context_carry", False),
             conv_taps=dflash["conv_kernel_size"],
             conv_group_size=dflash["conv_group_size"],
             corrector=corrector.pop("name"),

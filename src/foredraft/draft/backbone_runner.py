@@ -81,6 +81,7 @@ class BackboneRunner:
         # Every layer's context keys and values follow from the same rows: one matrix for all, at the price of
         # a second copy of a small part of the weights.
         self._context_kv = packed(*(part.weight for layer in layers for part in _projections(layer)[1:]))
+        self._carry = None if backbone.carry is None else packed(backbone.carry.weight)
         own = backbone.mask_embedding
         self._mask = None if own is None else own.detach().to(device, self.activation_dtype)
         self._cos, self._sin = rope_tables(config.rope, max_model_len + config.block_size, device)
@@ -134,13 +135,16 @@ class BackboneRunner:
         visible = torch.ones(len(batch.input_ids), widest, dtype=torch.bool, device=self.device)
         return replace(batch, tree_mask=visible)
 
-    def forward(self, embeddings: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, batch: ForwardBatch, cache: KVCache, carried: Tensor | None = None
+    ) -> Tensor:
         """Hidden states of the slots that predict [N, d], after the final norm.
 
         Args:
             embeddings: [T, d], the target's, of `batch.input_ids`.
             batch: from `block_batch`.
             cache: holds each request's context up to its anchor.
+            carried: [B, d], each request's context row before its anchor, for a backbone with a carry.
         """
         config, eps = self.config, self.config.rms_norm_eps
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
@@ -150,6 +154,9 @@ class BackboneRunner:
             x = self._mask.repeat(len(x), 1)
             firsts = batch.query_start_loc[:-1]
             x[firsts] = embeddings[firsts].to(x.dtype)
+        if self._carry is not None:
+            assert carried is not None
+            x = x + self._carry(carried).repeat_interleave(batch.query_start_loc.diff(), 0)
         num_rows = len(x)
         rows = _Rows(batch) if config.conv_taps else None
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]

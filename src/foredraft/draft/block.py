@@ -50,10 +50,12 @@ class EmbeddingAndHead(Protocol):
 
 @dataclass
 class _Context:
-    """A request's context: positions below `written` are in the cache, `pending` rows [n, d] follow them."""
+    """A request's context: positions below `written` are in the cache, `pending` rows [n, d] follow them, and `last`
+    [d] is the row of the newest, None before any was seen."""
 
     written: int = 0
     pending: list[Tensor] = field(default_factory=list)
+    last: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -71,6 +73,7 @@ class _Context:
             known = torch.cat(self.pending)[:kept] if self.pending else rows[:0]
             self.pending = [known]
         self.pending.append(rows)
+        self.last = rows[-1].clone()  # a view would keep the rows of the whole batch
 
 
 class BlockDrafter:
@@ -181,8 +184,10 @@ class BlockDrafter:
 
     def _num_drafts(self, request: DraftRequest) -> int:
         """Slots to draft: none unless the features of everything before the anchor were seen."""
-        length = self._context(request).length
-        if length == 0 or length != len(request.token_ids) - 1:
+        context = self._context(request)
+        if context.length == 0 or context.length != len(request.token_ids) - 1:
+            return 0
+        if self.config.carry and context.last is None:  # all of it was reused, and a row is in no cache
             return 0
         room = self._target.config.max_model_len - len(request.token_ids)
         return max(0, min(request.max_draft_tokens, self.config.num_draft_tokens, room))
@@ -220,7 +225,9 @@ class BlockDrafter:
             depths,
             self._cache.block_size,
         )
-        hidden = self._runner.forward(self._target.embed(batch.input_ids), batch, self._cache)
+        last = [self._contexts[request.request_id].last for request in requests] if self.config.carry else []
+        carried = torch.stack([row for row in last if row is not None]) if last else None
+        hidden = self._runner.forward(self._target.embed(batch.input_ids), batch, self._cache, carried)
         logits = self._target.logits(hidden) if self._head is None else self._head(hidden).float()
         deepest = max(depths)
         if len(hidden) == len(depths) * deepest:

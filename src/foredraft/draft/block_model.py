@@ -48,6 +48,14 @@ class BlockModel(nn.Module):
         """Gives access to the target's embeddings."""
         self.corrector.bind(embed)
 
+    def start_from(self, other: BlockModel) -> None:
+        """Copies the weights that both have; what only this drafter has stays as it is."""
+        theirs = other.tensors()
+        with torch.no_grad():
+            for name, value in self.tensors().items():
+                if name in theirs and theirs[name].shape == value.shape:
+                    value.copy_(theirs[name])
+
     def tensors(self) -> dict[str, Tensor]:
         """All weights under the names that they have on disk."""
         named: dict[str, Tensor] = dict(self.backbone.state_dict())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.config import require, require_choice
+from foredraft.draft.backbone_config import BlockConfig, check_target, spread_layers
 from foredraft.draft.correctors import CORRECTORS
 from foredraft.errors import ConfigError
 from foredraft.models.decoder import Decoder, TargetModel
@@ -35,7 +36,10 @@ class TrainPlan:
         num_layers: of the backbone; they start as the target's last ones.
         num_feature_layers: target layers whose outputs are the context.
         draft_vocab_size: tokens that can be drafted; None for the target's whole vocabulary.
+        carry: give every slot the last context row, through a matrix of its own.
         conv_taps: of the causal convolutions around the backbone's sublayers; 0 for none.
+        start: a drafter whose weights and draft vocabulary are the start; None to start from the target's last layers.
+            What the plan adds to it (the carry, another corrector) starts as new.
         max_tokens: of an answer.
         epochs: passes of the stages backbone, corrector and joint.
         learning_rate: peak of the backbone's first stage; the corrector's is three times, the joint stage's a sixth.
@@ -52,7 +56,9 @@ class TrainPlan:
     num_layers: int = 2
     num_feature_layers: int = 4
     draft_vocab_size: int | None = 8192
+    carry: bool = True
     conv_taps: int = 0
+    start: Path | None = None
     max_tokens: int = 160
     epochs: tuple[int, int, int] = (8, 2, 2)
     learning_rate: float = 6e-4
@@ -66,6 +72,7 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         require_choice("--corrector", self.corrector, tuple(CORRECTORS))
+        require(sum(self.epochs) > 0, "--epochs, --corrector-epochs and --joint-epochs: all are 0; nothing would be trained")
         require(
             self.conv_taps <= self.num_speculative_tokens,
             f"--conv-taps: {self.conv_taps} is above the {self.num_speculative_tokens} slots of a block "
@@ -134,6 +141,25 @@ def fitting_target(plan: TrainPlan, target: TargetModel) -> Decoder:
     for flag, value in (("--num-layers", plan.num_layers), ("--num-feature-layers", plan.num_feature_layers)):
         require(value <= layers, f"{flag}: {value} is above the {layers} layers of the target; use at most {layers}")
     return target
+
+
+def check_start(plan: TrainPlan, start: BlockConfig, target: Decoder) -> None:
+    """Raises `ConfigError` when the drafter to start from has another shape than the plan's, naming the flag.
+
+    Raises `DrafterError` when it was made for another target.
+    """
+    check_target(start, target.config, f"--start {plan.start}")
+    layers = spread_layers(target.config.num_layers, plan.num_feature_layers)
+    vocabulary = plan.draft_vocab_size or target.config.vocab_size
+    for flag, planned, found in (
+        ("--num-speculative-tokens", plan.num_speculative_tokens, start.num_draft_tokens),
+        ("--num-layers", plan.num_layers, start.num_layers),
+        ("--num-feature-layers", list(layers), list(start.target_layers)),
+        ("--draft-vocab-size", vocabulary, start.draft_vocab_size or start.vocab_size),
+        ("--conv-taps", plan.conv_taps, start.conv_taps),
+        ("--carry", plan.carry, plan.carry or start.carry),
+    ):
+        require(planned == found, f"{flag}: {planned}, but the drafter of --start {plan.start} has {found}")
 
 
 def _as_json(plan: TrainPlan) -> dict[str, Any]:

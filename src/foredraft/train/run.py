@@ -32,6 +32,7 @@ from foredraft.train.plan import (
     check_begun,
     check_held_out,
     check_prompts,
+    check_start,
     fitting_target,
 )
 from foredraft.train.plots import plot_training
@@ -95,6 +96,7 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
     """
     work = plan.out / "work"
     check_begun(plan, work)
+    start = None if plan.start is None else load_block_model(plan.start)
     prompts = training_prompts(plan.prompts, plan.evaluation)
     say(
         f"{len(prompts.prompts)} prompts; refused {prompts.num_refused} that are shared with evaluation prompts, "
@@ -103,6 +105,8 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
     check_prompts(len(prompts.prompts))
     llm = LLM(plan.target, dtype=plan.dtype, device=plan.device, max_num_seqs=plan.max_num_seqs)
     target = fitting_target(plan, llm.model)
+    if start is not None:
+        check_start(plan, start.config, target)
     begin(plan, work)
     responses = _answers(llm, plan, prompts, work, report)
     del llm  # training needs the memory of its cache
@@ -125,11 +129,11 @@ def train(plan: TrainPlan, report: Callable[[Progress], None], say: Callable[[st
 
     files = cached(FEATURES, kept)
     held_files = {what: cached(what, some) for what, some in held_out.items()}
-    ids, share = None, 1.0
+    ids, share = None if start is None else start.draft_ids, 1.0
     if plan.draft_vocab_size is not None and plan.draft_vocab_size < target.config.vocab_size:
-        ids, share = draft_vocabulary(files, plan.draft_vocab_size, target.config.vocab_size)
+        ids, share = draft_vocabulary(files, plan.draft_vocab_size, target.config.vocab_size, ids)
         say(f"draft vocabulary of {len(ids)} tokens holds {share:.2%} of the target's probability")
-    network = _network(plan, target, layers, ids)
+    network = _network(plan, target, layers, ids, start)
     settings = Settings(
         plan.stages(),
         plan.objective,
@@ -176,13 +180,16 @@ def _answers(
     return regenerate(llm, prompts.prompts, file, max_tokens=plan.max_tokens, seed=plan.seed, progress=tell)
 
 
-def _network(plan: TrainPlan, target: Decoder, layers: Sequence[int], ids: torch.Tensor | None) -> Network:
+def _network(
+    plan: TrainPlan, target: Decoder, layers: Sequence[int], ids: torch.Tensor | None, start: BlockModel | None
+) -> Network:
     config = config_for(
         target.config,
         num_layers=plan.num_layers,
         num_draft_tokens=plan.num_speculative_tokens,
         target_layers=layers,
         draft_vocab_size=None if ids is None else len(ids),
+        carry=plan.carry,
         conv_taps=plan.conv_taps,
         corrector=plan.corrector,
         corrector_options=plan.corrector_options,
@@ -190,8 +197,11 @@ def _network(plan: TrainPlan, target: Decoder, layers: Sequence[int], ids: torch
     )
     model = BlockModel(config, ids)
     model.bind(target.embed)
-    last = range(target.config.num_layers - plan.num_layers, target.config.num_layers)
-    start_from_target(model.backbone, open_model_weights(plan.target), list(last))
+    if start is None:
+        last = range(target.config.num_layers - plan.num_layers, target.config.num_layers)
+        start_from_target(model.backbone, open_model_weights(plan.target), list(last))
+    else:
+        model.start_from(start)
     return Network(model, target, autocast=_autocasts(target))
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from foredraft.train.features import read_texts
 
 
-def draft_vocabulary(files: Sequence[Path], size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The `size` tokens with the most of the target's probability over all answers.
+def draft_vocabulary(
+    files: Sequence[Path], size: int, vocab_size: int, ids: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """The `size` tokens with the most of the target's probability over all answers, or the given `ids`.
 
     Returns their ids [size], ascending, and the share of probability that they hold. Ties go to lower ids, which are
     a tokenizer's more frequent tokens.
@@ -21,5 +23,6 @@ def draft_vocabulary(files: Sequence[Path], size: int, vocab_size: int) -> tuple
     for file in files:
         texts = read_texts(file)
         mass.index_add_(0, texts.top_ids.flatten(), texts.top_log_probs.double().exp().flatten())
-    order = mass.argsort(descending=True, stable=True)[:size]
-    return order.sort().values, float(mass[order].sum() / mass.sum())
+    if ids is None:
+        ids = mass.argsort(descending=True, stable=True)[:size].sort().values
+    return ids, float(mass[ids].sum() / mass.sum())
