@@ -58,7 +58,7 @@ class Browser:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requested.append(request.url))
         page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent")
+        page.wait_for_selector("#model:not(:empty)")
         return page
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def test_what_goes_wrong_is_said_and_can_be_tried_again(served: RunningServer, b
     served.state.num_admitted = admitted
     assert page.inner_text(".failure strong") == "The server is busy"
     page.click(".failure button")
-    page.wait_for_function("document.querySelector('.foot')?.textContent.startsWith('10 tokens')")
+    page.wait_for_selector(".foot:has-text('10 tokens')")
     assert "".join(spans(page, ".assistant")) == "back again"
     assert page.locator(".failure").count() == 0
 
@@ -183,10 +183,11 @@ def test_a_key_is_asked_for(browser: Browser) -> None:
         page.wait_for_selector("#key:visible")
         page.fill("#key", "secret")
         page.press("#key", "Enter")
-        page.wait_for_function("document.getElementById('model').textContent === 'scripted'")
+        page.wait_for_selector("#model:text-is('scripted')")
         send(page, script("in"))
         page.wait_for_selector("#send:visible")
-        page.wait_for_function("document.querySelector('.assistant .text').textContent === 'in'")
+        page.wait_for_selector(".assistant .foot:has-text('2 tokens')")
+        assert "".join(spans(page, ".assistant")) == "in"
 
 
 def test_escape_stops_and_what_is_there_stays(served: RunningServer, browser: Browser) -> None:
