@@ -13,6 +13,7 @@ from tests.serve.scripted import MODEL, RunningServer, script
 
 from foredraft.config import SpeculativeConfig
 from foredraft.draft.prediction import PredictionDrafter
+from foredraft.serve.app import PAGE
 from foredraft.serve.settings import ServerSettings
 
 
@@ -64,6 +65,7 @@ def test_the_page_needs_nothing_from_elsewhere(served: RunningServer) -> None:
     assert "default-src 'self'" in page.headers["content-security-policy"]
     for name in ("style.css", "chat.js"):
         assert f"/page/{name}" in page.text
+    for name in (file.name for file in PAGE.glob("*.*")):
         file = httpx2.get(f"{served.url}/page/{name}")
         assert file.status_code == 200
         assert "http://" not in file.text.replace("http://www.w3.org/2000/svg", "")
