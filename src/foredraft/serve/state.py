@@ -56,9 +56,7 @@ class ServerState:
     def reads_predictions(self) -> bool:
         """Whether drafts may come from a request's `prediction`."""
         speculative = self.llm.config.speculative
-        if speculative is None:
-            return False
-        return "prediction" in (speculative.method, *(drafter.method for drafter in speculative.drafters))
+        return speculative is not None and "prediction" in speculative.methods
 
     @property
     def fingerprint(self) -> str:
