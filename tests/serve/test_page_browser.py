@@ -149,12 +149,14 @@ def test_speculation_alone_then_off(served: RunningServer, browser: Browser) -> 
 
 
 def test_what_goes_wrong_is_said_and_can_be_tried_again(served: RunningServer, browser: Browser) -> None:
-    page = browser.open(served.url)
+    page = browser.open(served.url, height=360)
     admitted, served.state.num_admitted = served.state.num_admitted, 10**6
     send(page, script("back again"))
     page.wait_for_selector(".failure")
     served.state.num_admitted = admitted
     assert page.inner_text(".failure strong") == "The server is busy"
+    assert page.locator(".assistant").count() == 0, "no empty box is left"
+    assert page.locator(".failure button").evaluate("e => e.getBoundingClientRect().bottom") < 360
     page.click(".failure button")
     page.wait_for_selector(".foot:has-text('10 tokens')")
     assert "".join(spans(page, ".assistant")) == "back again"

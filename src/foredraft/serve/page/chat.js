@@ -107,11 +107,16 @@ function verdict(answer, plain) {
   return element("p", `verdict ${same ? "same" : "differs"}`, `${ratio}The two texts are ${same ? "the same" : "different"}.`);
 }
 
+function askForKey() {
+  $("settings").open = true;
+  $("key").focus();
+}
+
 function failure(error, prompt, turn) {
   const again = element("button", "", "Try again");
   again.type = "button";
   again.addEventListener("click", () => { if (!running) { turn.remove(); send(prompt); } });
-  if (error.status === 401) { $("settings").open = true; $("key").focus(); }
+  if (error.status === 401) askForKey();
   const box = element("div", "failure", element("strong", "", error.title), element("p", "", error.message), again);
   box.setAttribute("role", "alert");
   return box;
@@ -143,6 +148,8 @@ async function send(prompt) {
       if (!(error instanceof ServerError)) console.error(error);
       turn.append(failure(error, prompt, turn));
     }
+    for (const begun of [answer, plain]) if (begun && !begun.steps.numTokens) begun.box.remove();
+    talk.scrollTop = talk.scrollHeight;
     $("status").textContent = error.name === "AbortError" ? "Stopped" : "";
   }
   // What is there of an answer stays part of the conversation; a question without one does not.
@@ -212,7 +219,7 @@ async function greet() {
   } catch (error) {
     $("model").textContent = error.title ?? error.message;
     $("model").classList.add("wrong");
-    if (error.status === 401) $("settings").open = true;
+    if (error.status === 401) askForKey();
   }
 }
 
