@@ -1,4 +1,4 @@
-"""`deploy/`: the dashboard queries what the server exposes, the unit outlasts a drain, the image copies what there is."""
+"""`deploy/`: the dashboard queries what the server exposes, the unit outlasts a drain, the image copies what is there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
 from tests.serve.scripted import MODEL, RunningServer, script
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -98,7 +99,7 @@ def test_the_unit_outlasts_a_drain() -> None:
     assert not any("api-key" in part for part in command), "a key on the command line is seen by every user"
 
 
-def test_the_image_copies_what_there_is() -> None:
+def test_the_image_copies_what_is_there() -> None:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     copied = [name for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for name in line.split()[:-1]]

@@ -1,4 +1,4 @@
-"""What every request passes first: the size of its headers and body, and its key. Plain ASGI, before anything is read or parsed."""
+"""What every request passes first: the size of its headers and body, and its key. Plain ASGI, before parsing."""
 
 from __future__ import annotations
 
