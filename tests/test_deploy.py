@@ -1,4 +1,4 @@
-"""`deploy/`: the dashboard queries what the server exposes, the unit outlasts a drain, the image copies what is there."""
+"""`deploy/`: the dashboard queries what the server exposes, the unit outlasts a drain, the image has its files."""
 
 from __future__ import annotations
 
