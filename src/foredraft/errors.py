@@ -25,6 +25,10 @@ class RequestError(ForedraftError):
     """One request is wrong: its prompt does not fit the context, or a parameter is out of range."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt, or a prompt and its output, do not fit the context."""
+
+
 class OutOfBlocksError(ForedraftError):
     """A single request needs more KV cache than the whole pool holds."""
 

@@ -115,10 +115,39 @@ def test_wrong_completion_fields(post, fields: dict, named: str) -> None:
     refused(post(COMPLETIONS, content=body, headers={"content-type": "application/json"}), 400, named)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt", "list of strings"),
+        (COMPLETIONS, {"prompt": ["a"] * 2000}, "prompt", "at most 1024"),
+        (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop", "a string or a list of strings"),
+        (COMPLETIONS, {"prompt": "a", "stop": list("abcde")}, "stop", "at most 4"),
+        ("/v1/embeddings", {"input": {"a": 1}}, "input", "list of strings"),
+        ("/v1/embeddings", {"input": []}, "input", "at least one"),
+    ],
+)
+def test_fields_of_several_types_say_what_they_take(post, path: str, fields: dict, param: str, message: str) -> None:
+    assert refused(post(path, fields), 400, message)["param"] == param
+
+
+def test_a_body_of_another_type_is_told_to_be_json(post) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded"}  # what curl sends by itself
+    refused(post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers), 400, "Content-Type: application/json")
+
+
+def test_large_headers(post) -> None:
+    refused(post(CHAT, chat(), headers={"x": "y" * 70_000}), 431, "65536")
+    assert post(CHAT, chat(), headers={"x": "y" * 30_000}).status_code == 200
+
+
 def test_a_limit_that_does_not_fit_names_both_numbers(post) -> None:
     error = refused(post(CHAT, chat(max_tokens=CONTEXT)), 400, str(CONTEXT), "max_tokens")
     assert error["param"] == "max_tokens"
-    refused(post(COMPLETIONS, completion(prompt="x" * 5000)), 400, "5000", str(CONTEXT))
+    assert error["code"] == "context_length_exceeded"
+    error = refused(post(CHAT, chat(max_completion_tokens=CONTEXT)), 400, str(CONTEXT), "max_completion_tokens")
+    assert error["param"] == "max_completion_tokens"
+    error = refused(post(COMPLETIONS, completion(prompt="x" * 5000)), 400, "5000", str(CONTEXT))
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_a_model_that_is_not_served(post) -> None:
@@ -171,7 +200,11 @@ def test_null_means_absent(post) -> None:
 def test_unknown_fields_are_ignored_and_counted(post, served: RunningServer) -> None:
     before = served.state.metrics.unknown_fields._value.get()
     assert post(CHAT, chat(frobnicate=1, reasoning_effort="low")).status_code == 200
-    assert served.state.metrics.unknown_fields._value.get() == before + 2
+    assert post("/tokenize", {"prompt": "x", "frobnicate": 1}).status_code == 200
+    assert post("/detokenize", {"tokens": [65], "frobnicate": 1}).status_code == 200
+    prediction = {"type": "content", "content": "ok"}  # which this server's drafter does not read
+    assert post(CHAT, chat(prediction=prediction)).status_code == 200
+    assert served.state.metrics.unknown_fields._value.get() == before + 5
 
 
 def test_unknown_routes_and_methods(post, served: RunningServer) -> None:

@@ -92,6 +92,12 @@ def test_values_are_what_the_client_counted() -> None:
     assert found["vllm:prefix_cache_hits_total"] >= sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
 
 
+def test_every_figure_names_its_model(served: RunningServer) -> None:
+    for family in text_string_to_metric_families(httpx2.get(served.url + "/metrics").text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == MODEL, sample.name
+
+
 def test_the_log_line(served: RunningServer, post) -> None:
     before = copy.copy(served.llm.engine.stats)
     post("/v1/completions", {"model": MODEL, "prompt": script("la la la la la la"), "max_tokens": 40})

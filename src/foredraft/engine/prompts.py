@@ -12,7 +12,7 @@ from foredraft.engine.build import Built
 from foredraft.engine.detokenizer import Detokenizer
 from foredraft.engine.request import Request
 from foredraft.engine.results import Assembled
-from foredraft.errors import RequestError
+from foredraft.errors import ContextLengthError, RequestError
 from foredraft.kv.pool import blocks_for
 from foredraft.sampling.grammar import GrammarState, Vocabulary
 from foredraft.sampling.params import SamplingParams
@@ -158,13 +158,13 @@ class RequestFactory:
         if not ids:
             raise RequestError("prompt: it has no tokens; give at least one")
         if len(ids) >= longest:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt: {len(ids)} tokens leave no room for output in a context of {longest} tokens; shorten the "
                 "prompt or raise max_model_len"
             )
         max_tokens = longest - len(ids) if params.max_tokens is None else params.max_tokens
         if len(ids) + max_tokens > longest:
-            raise RequestError(
+            raise ContextLengthError(
                 f"max_tokens: {max_tokens} and a prompt of {len(ids)} tokens exceed the context of {longest} tokens; "
                 f"lower max_tokens to {longest - len(ids)}"
             )

@@ -1,4 +1,4 @@
-"""What every request passes first: the size of its body and its key. Plain ASGI, before anything is read or parsed."""
+"""What every request passes first: the size of its headers and body, and its key. Plain ASGI, before parsing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ OPEN_PATHS = ("/", "/health", "/version", "/metrics")
 """Paths that need no key, like vLLM's; what is below `/page/` is the page's own scripts."""
 
 
+MAX_HEADER_BYTES = 64 * 1024
+
+
 class BodyLimit:
-    """Refuses bodies above `max_bytes` with 413, whether or not they tell their length."""
+    """Refuses bodies above `max_bytes` with 413, whether or not they tell their length; large headers with 431."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -26,6 +29,11 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            await ApiError(
+                431, f"the headers are above this server's limit of {MAX_HEADER_BYTES} bytes", code="headers_too_large"
+            ).response()(scope, receive, send)
             return
         refusal = ApiError(
             413, f"the body is above this server's limit of {self._max_bytes} bytes", code="body_too_large"

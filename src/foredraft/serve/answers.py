@@ -11,11 +11,12 @@ from uuid import uuid4
 
 from foredraft.engine.answer_stream import AnswerStream, Piece
 from foredraft.engine.stats import AcceptanceStats
+from foredraft.errors import ContextLengthError
 from foredraft.sampling.params import SamplingParams
 from foredraft.serve.choice_text import ChoiceText, Shown
 from foredraft.serve.errors import ApiError
 from foredraft.serve.params import draft_length
-from foredraft.serve.protocol import GenerationBody
+from foredraft.serve.protocol import ChatBody, GenerationBody
 from foredraft.serve.state import ServerState
 from foredraft.serve.streaming import merged
 
@@ -114,6 +115,13 @@ class Answers:
         }
 
 
+def _as_sent(error: ContextLengthError, body: GenerationBody) -> ContextLengthError:
+    """The error with the limit under the name that the client gave it."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return ContextLengthError(str(error).replace("max_tokens", "max_completion_tokens"))
+    return error
+
+
 def _reason(stream: AnswerStream) -> str:
     return next((request.error for request in stream.assembled.requests if request.error), "the request failed")
 
@@ -137,11 +145,13 @@ async def running(
         streams: list[AnswerStream] = []
         try:
             for prompt in prompts:
-                streams.append(
-                    await server.engine.submit(
+                try:
+                    stream = await server.engine.submit(
                         prompt, params, num_speculative_tokens=draft_length(body), priority=body.priority
                     )
-                )
+                except ContextLengthError as error:
+                    raise _as_sent(error, body) from None
+                streams.append(stream)
                 server.metrics.started(len(streams[-1].prompt_token_ids))
             yield Answers(server, model, params, streams, prefix, began)
         finally:

@@ -66,6 +66,8 @@ class Embeddings:
 
     async def _token_ids(self, body: EmbeddingBody, server: ServerState) -> list[list[int]]:
         given: list[Any] = listed(body.input)
+        if not given:
+            raise ApiError(400, "input: the list is empty; give at least one text", param="input")
         longest, vocab_size = self.embedder.max_model_len, self.embedder.model.config.vocab_size
         texts = []
         for each in given:

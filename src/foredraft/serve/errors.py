@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from foredraft.errors import EngineStoppedError, ForedraftError
+from foredraft.errors import ContextLengthError, EngineStoppedError, ForedraftError
 
 TYPES = {
     400: "invalid_request_error",
@@ -20,6 +20,13 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+
+
+SCALARS = ("str", "int")
+"""Types that pydantic names in the place of an error."""
+_TEXTS = "a string, token ids, or a list of strings or of lists of token ids"
+ALTERNATIVES = {"prompt": _TEXTS, "input": _TEXTS, "stop": "a string or a list of strings"}
+"""What fields of several types take."""
 
 
 class ApiError(Exception):
@@ -82,7 +89,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
     if isinstance(error, ForedraftError):
         field, colon, _ = str(error).partition(":")
-        return ApiError(400, str(error), param=field if colon and field.isidentifier() else None)
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), param=field if colon and field.isidentifier() else None, code=code)
     return ApiError(500, f"unexpected {type(error).__name__} in the server (a bug of foredraft's; its log has more)")
 
 
@@ -111,11 +119,18 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _from_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, as a 400; OpenAI's servers never answer 422."""
-    first = error.errors()[0]
+    found = error.errors()
+    # A value may be of several types: that it is too long says more than that it is none of the others.
+    first = next((each for each in found if each["type"] == "too_long"), found[0])
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if not place:
+        return ApiError(400, "the body is not a JSON object, or is not sent as `Content-Type: application/json`")
     # Names of union members, which pydantic puts between the parts, mean nothing to a client.
-    param = ".".join(part for part in place if "[" not in part and not part[:1].isupper()) or None
+    named = [part for part in place if "[" not in part and not part[:1].isupper() and part not in SCALARS]
+    param = ".".join(named) or None
+    if param in ALTERNATIVES and first["type"].endswith("_type"):
+        return ApiError(400, f"{param}: expected {ALTERNATIVES[param]}", param=param)
     message = str(first["msg"]).removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param)

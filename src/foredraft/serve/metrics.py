@@ -154,12 +154,10 @@ class _EngineCollector:
         )
         yield self._lengths(lengths)
         for name, seconds in (("draft", times.draft), ("verify", times.forward + times.sample)):
-            yield SummaryMetricFamily(
-                f"foredraft:{name}_seconds",
-                f"Seconds of steps spent in {name}ing",
-                count_value=times.num_steps,
-                sum_value=seconds,
-            )
+            about = f"Seconds of steps spent in {name}ing"
+            summary = SummaryMetricFamily(f"foredraft:{name}_seconds", about, labels=names)
+            summary.add_metric(values, count_value=times.num_steps, sum_value=seconds)
+            yield summary
         yield self._gauge(
             "foredraft:parked_requests", "Sequences whose drafts do not pay now", engine.lengths.num_parked
         )

@@ -64,8 +64,8 @@ def _model(request: Request, name: str) -> dict[str, Any]:
         "object": "model",
         "created": server.started,
         "owned_by": "foredraft",
-        "root": server.llm.config.model,
-        "max_model_len": server.max_model_len,
+        "root": server.llm.config.model if name in server.names else name,
+        "max_model_len": server.max_model_len if name in server.names else server.embeddings.embedder.max_model_len,
     }
 
 
@@ -87,6 +87,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """The token ids of a prompt or of a rendered conversation."""
     server = state_of(request)
     server.model_name(body.model)
+    server.note_unknown(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -111,6 +112,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids."""
     server = state_of(request)
     server.model_name(body.model)
+    server.note_unknown(body)
     size = server.llm.model.config.vocab_size
     if not all(0 <= token < size for token in body.tokens):
         raise ApiError(400, f"tokens: ids are from 0 to {size - 1}", param="tokens")

@@ -11,12 +11,12 @@ from types import FrameType
 import uvicorn
 
 from foredraft.errors import ConfigError
+from foredraft.serve.access import MAX_HEADER_BYTES
 from foredraft.serve.app import create_app
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.state import ServerState
 
 BACKLOG = 2048
-MAX_HEADER_BYTES = 64 * 1024
 
 log = logging.getLogger(__name__)
 

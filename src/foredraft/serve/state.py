@@ -53,6 +53,12 @@ class ServerState:
         return self.llm.max_model_len
 
     @property
+    def reads_predictions(self) -> bool:
+        """Whether drafts may come from a request's `prediction`."""
+        speculative = self.llm.config.speculative
+        return speculative is not None and "prediction" in speculative.methods
+
+    @property
     def fingerprint(self) -> str:
         """Names what can change an answer: model, dtype and version."""
         return f"{self.names[0]}-{self.llm.config.dtype}-foredraft-{self.version}"
@@ -71,9 +77,11 @@ class ServerState:
         return asked
 
     def note_unknown(self, body: Body) -> None:
-        """Counts the fields of a request that mean nothing here."""
-        if body.unknown_fields:
-            self.metrics.unknown_fields.inc(len(body.unknown_fields))
+        """Counts the fields of a request that mean nothing here: a prediction that no drafter reads is one."""
+        count = len(body.unknown_fields)
+        if getattr(body, "prediction", None) is not None and not self.reads_predictions:
+            count += 1
+        self.metrics.unknown_fields.inc(count)
 
     def check_input(self, text: str) -> None:
         """Raises a 400 when a guard refuses the text of a request."""
