@@ -1,4 +1,4 @@
-"""Parts nobody here wrote: LangChain's OpenAI classes, litellm, and schemathesis on the server's own OpenAPI document."""
+"""Parts nobody here wrote: LangChain's OpenAI classes, litellm, and schemathesis on our OpenAPI document."""
 
 from __future__ import annotations
 
