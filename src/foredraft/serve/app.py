@@ -18,13 +18,13 @@ from foredraft.engine.llm import LLM
 from foredraft.errors import ConfigError
 from foredraft.models.load import load_model
 from foredraft.serve import chat, completions, routes
-from foredraft.serve.access import BodyLimit, KeyCheck
+from foredraft.serve.access import BodyLimit, HeadLimit, KeyCheck
 from foredraft.serve.activity import log_activity
 from foredraft.serve.embedding import Embeddings
 from foredraft.serve.errors import install_error_handlers
 from foredraft.serve.guards import load_guards
 from foredraft.serve.metrics import Metrics
-from foredraft.serve.settings import TOOL_CALL_PARSERS, ServerSettings
+from foredraft.serve.settings import MAX_HEADER_BYTES, TOOL_CALL_PARSERS, ServerSettings
 from foredraft.serve.state import ServerState
 from foredraft.serve.tools import format_of_template
 
@@ -95,6 +95,7 @@ def create_app(state: ServerState) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    app.add_middleware(HeadLimit, max_bytes=MAX_HEADER_BYTES)
     return app
 
 

@@ -12,11 +12,10 @@ import uvicorn
 
 from foredraft.errors import ConfigError
 from foredraft.serve.app import create_app
-from foredraft.serve.settings import ServerSettings
+from foredraft.serve.settings import MAX_HEADER_BYTES, ServerSettings
 from foredraft.serve.state import ServerState
 
 BACKLOG = 2048
-MAX_HEADER_BYTES = 64 * 1024
 
 log = logging.getLogger(__name__)
 

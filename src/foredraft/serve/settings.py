@@ -18,6 +18,8 @@ MAX_TOOLS = 128
 MAX_PROMPTS = 1024
 """Prompts of one completions request, and texts of one embeddings request."""
 MAX_JSON_DEPTH = 64
+MAX_HEADER_BYTES = 64 * 1024
+"""Of a request line and its headers together."""
 
 
 @dataclass(frozen=True)
