@@ -20,6 +20,10 @@ DEFAULT_PROMPT_LOOKUP = (2, 4)
 DEMO = "demo"
 DEMO_DRAFTS = 7
 """Drafts of a block of the drafter that is shipped for it."""
+UTILIZATION_NEEDS_CUDA = (
+    "gpu_memory_utilization: it is for CUDA devices, and this one is the CPU; give kv_cache_memory instead, the KV "
+    "cache's size in bytes (--kv-cache-memory)"
+)
 BLOCK_ARCHITECTURE = "ForedraftBlockDrafter"
 """How a block drafter's `config.json` names itself."""
 
@@ -207,12 +211,16 @@ class EngineConfig:
         block_size: tokens per KV-cache block.
         kv_cache_memory: bytes for the KV cache; None takes enough for `max_num_seqs` full contexts, at most a
             quarter of the free memory.
+        gpu_memory_utilization: on CUDA, instead of `kv_cache_memory`: the share of the device's memory that this engine
+            takes in all. What weights and the largest forward leave of it, which is measured, is for the KV cache.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens in one target forward; longer prompts are prefilled in chunks.
         enable_prefix_caching: requests whose texts begin alike share the full KV-cache blocks that they have in common,
             also with finished ones for as long as memory allows.
         invariant: every token's logits have the same bits in any company, so that greedy and seeded tokens do not
             depend on drafts or batch mates in bfloat16 either. Free with our CPU kernels; elsewhere it costs batching.
+        quantization: must be None: weights are read in the format that the model's files have, and no other.
+        tensor_parallel_size: must be 1: the engine runs on one device.
         skip_tokenizer_init: for models without a tokenizer: prompts and outputs are token ids only.
     """
 
@@ -223,10 +231,13 @@ class EngineConfig:
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     invariant: bool = False
+    quantization: str | None = None
+    tensor_parallel_size: int = 1
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     speculative: SpeculativeConfig | None = field(default=None)
@@ -253,3 +264,26 @@ class EngineConfig:
             require_at_least("max_model_len", self.max_model_len, 1)
         if self.kv_cache_memory is not None:
             require_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        if self.gpu_memory_utilization is not None:
+            self._check_utilization(self.gpu_memory_utilization)
+        require(
+            self.quantization is None,
+            f"quantization: {self.quantization!r} is not supported; leave it out and give an unquantised model, or a "
+            ".gguf file, whose weights are unpacked to dtype as they load",
+        )
+        require_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        require(
+            self.tensor_parallel_size == 1,
+            f"tensor_parallel_size: {self.tensor_parallel_size} devices were asked for, but the engine runs on one; "
+            "leave it at 1, and choose the device with device (--device cuda:N)",
+        )
+
+    def _check_utilization(self, share: float) -> None:
+        good = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        require(good, f"gpu_memory_utilization: {share!r} is not a share above 0 and up to 1")
+        require(self.device != "cpu", UTILIZATION_NEEDS_CUDA)
+        require(
+            self.kv_cache_memory is None,
+            "gpu_memory_utilization: contradicts kv_cache_memory, which says how much memory the cache takes; give one "
+            "of them",
+        )

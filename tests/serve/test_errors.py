@@ -227,6 +227,31 @@ def test_a_body_above_the_limit() -> None:
         assert httpx2.post(small.url + CHAT, json=chat()).status_code == 200
 
 
+def test_headers_above_the_limit(served: RunningServer) -> None:
+    import asyncio
+
+    import httpx2
+
+    from foredraft.serve.app import create_app
+
+    async def ask(path: str, size: int) -> httpx2.Response:
+        # Without a socket between, so that the whole head comes at once, which h11 lets pass.
+        transport = httpx2.ASGITransport(create_app(served.state))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as direct:
+            return await direct.get(path, headers={"x-long": "x" * size})
+
+    refused(asyncio.run(ask("/version", 70_000)), 431, "65536")
+    refused(asyncio.run(ask("/version?q=" + "x" * 60_000, 6_000)), 431, "65536")
+    assert asyncio.run(ask("/version", 60_000)).status_code == 200
+    for size in (70_000, 200_000, 2_000_000):
+        try:
+            answer = httpx2.get(served.url + "/version", headers={"x-long": "x" * size})
+            assert answer.status_code in (400, 431)
+        except (httpx2.WriteError, httpx2.ReadError, httpx2.RemoteProtocolError):
+            pass  # closed while the client was still sending
+    assert httpx2.get(served.url + "/version").status_code == 200
+
+
 def test_keys() -> None:
     import httpx2
 

@@ -6,12 +6,14 @@ import copy
 
 import httpx2
 import openai
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.scripted import MODEL, RunningServer, script
 
 from foredraft.engine.stats import AcceptanceStats
 from foredraft.serve.activity import activity_line
 
+# Those of the dashboard in vLLM's repository (examples/observability/prometheus_grafana) first.
 VLLM_NAMES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -24,6 +26,16 @@ VLLM_NAMES = (
     "vllm:e2e_request_latency_seconds_bucket",
     "vllm:e2e_request_latency_seconds_sum",
     "vllm:e2e_request_latency_seconds_count",
+    "vllm:inter_token_latency_seconds_sum",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:time_to_first_token_seconds_sum",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_max_num_generation_tokens_sum",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
     "vllm:request_success_total",
     "vllm:num_preemptions_total",
     "vllm:prefix_cache_queries_total",
@@ -75,6 +87,14 @@ def test_values_are_what_the_client_counted() -> None:
     for reason in ("stop", "length"):
         assert found[f"vllm:request_success_total[('finished_reason', '{reason}')]"] == reasons.count(reason)
     assert found["vllm:e2e_request_latency_seconds_count"] == 8  # prompts
+    assert found["vllm:request_prompt_tokens_sum"] == found["vllm:prompt_tokens_total"]
+    assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
+    assert 0 < found["vllm:request_max_num_generation_tokens_sum"] < found["vllm:generation_tokens_total"]
+    assert found["vllm:request_prompt_tokens_count"] == found["vllm:request_max_num_generation_tokens_count"] == 8
+    parts = [found[f"vllm:request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(found["vllm:e2e_request_latency_seconds_sum"])
+    assert sum(parts[:2]) == pytest.approx(found["vllm:time_to_first_token_seconds_sum"])
     drafted = sum(usage.speculation["draft_tokens"] for usage in usages)
     accepted = sum(usage.speculation["accepted_tokens"] for usage in usages)
     assert drafted > accepted > 0

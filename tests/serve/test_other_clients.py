@@ -1,4 +1,4 @@
-"""Parts nobody here wrote: LangChain's OpenAI classes, and schemathesis on the server's own OpenAPI document."""
+"""Parts nobody here wrote: LangChain's OpenAI classes, litellm, and schemathesis on our OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,6 +27,37 @@ def test_langchain(served: RunningServer) -> None:
         base_url=f"{served.url}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False
     )
     assert len(embeddings.embed_query("text")) == 8
+
+
+def test_litellm(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network for prices
+    import litellm
+
+    call = '<tool_call>\n{"name": "weather", "arguments": {"place": "Ulm"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    where = {"api_base": f"{served.url}/v1", "api_key": "none", "num_retries": 0}
+
+    def ask(text: str, **options):
+        messages = [{"role": "user", "content": text}]
+        return litellm.completion(model=f"hosted_vllm/{MODEL}", messages=messages, temperature=0, **where, **options)
+
+    answer = ask(script("hello there"))
+    assert answer.choices[0].message.content == "hello there"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len("hello there") + 1
+    chunks = list(ask(script("hello there"), stream=True, stream_options={"include_usage": True}))
+    told = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert told == "hello there"
+    (found,) = ask(script(call), tools=[tool]).choices[0].message.tool_calls
+    assert (found.function.name, found.function.arguments) == ("weather", '{"place": "Ulm"}')
+    text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=script("hi"), **where)
+    assert text.choices[0].text == "hi"
+    vectors = litellm.embedding(model=f"openai/{MODEL}", input=["text"], encoding_format="float", **where)
+    assert len(vectors.data[0]["embedding"]) == 8
+    with pytest.raises(litellm.BadRequestError, match="max_tokens"):
+        ask("x", max_tokens=-1)
+    with pytest.raises(litellm.NotFoundError, match="no-such"):
+        litellm.completion(model="openai/no-such", messages=[{"role": "user", "content": "x"}], **where)
 
 
 ROUTES = (

@@ -57,6 +57,10 @@ class EngineFlags:
     kv_cache_memory: Annotated[
         int | None, typer.Option(min=1, help="Bytes for the KV cache.", rich_help_panel=MODEL)
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="CUDA: share of its memory for weights, forwards and KV cache.", rich_help_panel=MODEL),
+    ] = None
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -69,6 +73,13 @@ class EngineFlags:
         bool,
         typer.Option("--invariant", help="The same bits for a token in any company.", rich_help_panel=MODEL),
     ] = False
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", "-q", help="None yet; .gguf files are unpacked.", rich_help_panel=MODEL),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", help="Devices; 1.", rich_help_panel=MODEL)
+    ] = 1
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL),

@@ -95,6 +95,15 @@ class ServerFlags:
         ToolParser | None,
         typer.Option(help="How tool calls are written; told by the template.", rich_help_panel=SERVER),
     ] = None
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice",
+            help="Do not start unless tool calls can be read; where they can, they always are.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False
+    seed: Annotated[int | None, typer.Option(help="For requests that give none.", rich_help_panel=SERVER)] = None
     embedding_model: Annotated[
         str | None, typer.Option(help="A second model, for embeddings.", rich_help_panel=SERVER)
     ] = None

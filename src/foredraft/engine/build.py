@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from foredraft.config import EngineConfig, SpeculativeConfig, require
+from foredraft.config import UTILIZATION_NEEDS_CUDA, EngineConfig, SpeculativeConfig, require
 from foredraft.draft.backbone_config import check_length
 from foredraft.draft.block import BlockDrafter
 from foredraft.draft.block_model import BlockModel, load_block_model, uncorrected
@@ -20,6 +17,7 @@ from foredraft.draft.mixture import MixtureDrafter
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.draft.prediction import PredictionDrafter
 from foredraft.draft.shipped import SHIPPED_NAME, shipped_drafter
+from foredraft.engine.memory import cache_bytes
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.start_costs import adaptive_policy
 from foredraft.engine.step import Engine
@@ -27,10 +25,9 @@ from foredraft.errors import ConfigError, DrafterError
 from foredraft.kv.pool import BlockPool, blocks_for
 from foredraft.models.decoder import Decoder, TargetModel
 from foredraft.models.invariant import InvariantModel
-from foredraft.models.load import LoadedModel, load_model
+from foredraft.models.load import LoadedModel, load_model, resolve_device
 
 Progress = Callable[[int, int], None]
-SHARE_OF_FREE_MEMORY = 0.25
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
 
     Raises `ModelError`, `DrafterError` or `ConfigError`.
     """
+    if config.gpu_memory_utilization is not None:
+        require(resolve_device(config.device).type == "cuda", UTILIZATION_NEEDS_CUDA)
     target = load_model(config, progress=progress)
     model = _invariant(config, target.model)
     max_model_len = _context_length(config, model.config.max_model_len)
@@ -62,7 +61,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     bytes_per_token = model.kv_bytes_per_token + sum(each.kv_bytes_per_token for each in draft_models)
     bytes_per_token += sum(each.config.kv_values_per_token for each in block_models if each) * model.dtype.itemsize
     bytes_per_block = bytes_per_token * config.block_size
-    num_blocks = _num_blocks(config, max_model_len, bytes_per_block, model.device)
+    available = cache_bytes(config, [model, *draft_models])
+    num_blocks = _num_blocks(config, max_model_len, bytes_per_block, available)
     scheduler = Scheduler(
         BlockPool(num_blocks, config.block_size),
         max_num_seqs=config.max_num_seqs,
@@ -188,25 +188,18 @@ def _context_length(config: EngineConfig, own: int) -> int:
     return config.max_model_len
 
 
-def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, device: torch.device) -> int:
-    """Blocks for `max_num_seqs` full contexts, as far as memory allows."""
+def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, available: int) -> int:
+    """Blocks for `max_num_seqs` full contexts, as far as `available` bytes allow."""
     wanted = blocks_for(max_model_len, config.block_size) * config.max_num_seqs
-    if config.kv_cache_memory is None:
-        affordable = int(_free_memory(device) * SHARE_OF_FREE_MEMORY) // bytes_per_block
-    else:
-        affordable = config.kv_cache_memory // bytes_per_block
+    affordable = available // bytes_per_block
     if affordable < 1:
+        given = config.gpu_memory_utilization
+        flag = "kv_cache_memory" if given is None else "gpu_memory_utilization"
         raise ConfigError(
-            f"kv_cache_memory: {config.kv_cache_memory} bytes hold no block of {config.block_size} tokens, which "
-            f"takes {bytes_per_block} bytes"
+            f"{flag}: {available} bytes hold no block of {config.block_size} tokens, which takes {bytes_per_block} "
+            "bytes; raise it"
         )
     return min(wanted, affordable)
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def _name(speculative: SpeculativeConfig | None) -> str | None:

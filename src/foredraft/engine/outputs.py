@@ -30,21 +30,41 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Seconds on one clock (`time.perf_counter`): when the request arrived, gave its first token, and finished."""
+    """Seconds on one clock (`time.perf_counter`), from the arrival of a request to its last token."""
 
     arrival: float
     first_token: float | None = None
     finished: float | None = None
+    started: float | None = None
+
+    @property
+    def queued(self) -> float | None:
+        """Seconds from arrival to its first step."""
+        return _between(self.arrival, self.started)
+
+    @property
+    def prefill(self) -> float | None:
+        """Seconds from its first step to the first token."""
+        return _between(self.started, self.first_token)
+
+    @property
+    def decode(self) -> float | None:
+        """Seconds from the first token to the last."""
+        return _between(self.first_token, self.finished)
 
     @property
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token."""
-        return None if self.first_token is None else self.first_token - self.arrival
+        return _between(self.arrival, self.first_token)
 
     @property
     def latency(self) -> float | None:
         """Seconds from arrival to the last token."""
-        return None if self.finished is None else self.finished - self.arrival
+        return _between(self.arrival, self.finished)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
 @dataclass(frozen=True)

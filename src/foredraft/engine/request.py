@@ -62,6 +62,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     arrival: float = field(default_factory=perf_counter)
+    started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -96,6 +97,12 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    def start(self) -> None:
+        """Marks the request running; the time of the first start is kept."""
+        self.status = RequestStatus.RUNNING
+        if self.started_at is None:
+            self.started_at = perf_counter()
 
     def mark_first_token(self) -> None:
         """Notes the time of the first output token, now."""

@@ -43,7 +43,7 @@ class Assembled:
             outputs=[self._completion(index, request) for index, request in enumerate(chosen)],
             finished=self.finished,
             stats=stats,
-            times=RequestTimes(first.arrival, _earliest(requests), _latest(requests)),
+            times=RequestTimes(first.arrival, _earliest(requests), _latest(requests), first.started_at),
             prompt_logprobs=self._with_text(first.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             error=errors[0] if errors else None,
             num_cached_tokens=first.num_cached_tokens,

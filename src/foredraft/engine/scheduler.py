@@ -176,7 +176,7 @@ class Scheduler:
                 break
             self.waiting.start(request)
             insort(self.running, request, key=rank)
-            request.status = RequestStatus.RUNNING
+            request.start()
             request.num_computed_tokens = len(reused) * self.pool.block_size
             request.num_published_blocks = len(reused)
             self._count(request)

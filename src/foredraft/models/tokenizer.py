@@ -134,7 +134,6 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or it fails on these messages.
         """
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -146,7 +145,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it raises what it likes
             raise RequestError(f"the chat template cannot render these messages: {error}") from error
         text = str(rendered[0][0])
         return self.encode(text, add_special_tokens=False) if tokenize else text

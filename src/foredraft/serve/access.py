@@ -1,4 +1,4 @@
-"""What every request passes first: the size of its headers and body, and its key. Plain ASGI, before parsing."""
+"""What every request passes first: the size of its head and body, and its key. Plain ASGI, before a body is read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,29 @@ OPEN_PATHS = ("/", "/health", "/version", "/metrics")
 """Paths that need no key, like vLLM's; what is below `/page/` is the page's own scripts."""
 
 
-MAX_HEADER_BYTES = 64 * 1024
+class HeadLimit:
+    """Refuses requests whose line and headers are above `max_bytes` with 431.
+
+    The parser's own limit is on what it waits for: a long head that comes at once passes it.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+            size += sum(len(name) + len(value) for name, value in scope["headers"])
+            if size > self._max_bytes:
+                message = f"the headers are above this server's limit of {self._max_bytes} bytes"
+                await ApiError(431, message, code="headers_too_large").response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
-    """Refuses bodies above `max_bytes` with 413, whether or not they tell their length; large headers with 431."""
+    """Refuses bodies above `max_bytes` with 413, whether or not they tell their length."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -29,11 +47,6 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            await ApiError(
-                431, f"the headers are above this server's limit of {MAX_HEADER_BYTES} bytes", code="headers_too_large"
-            ).response()(scope, receive, send)
             return
         refusal = ApiError(
             413, f"the body is above this server's limit of {self._max_bytes} bytes", code="body_too_large"

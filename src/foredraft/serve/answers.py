@@ -72,7 +72,7 @@ class Answers:
         n = self.params.n
         reasons = [choice.finish_reason or "abort" for choice in self.choices[place * n : place * n + n]]
         requests = self.streams[place].assembled.requests
-        self.server.metrics.finished(piece.output, reasons, sum(request.num_output_tokens for request in requests))
+        self.server.metrics.finished(piece.output, reasons, [request.num_output_tokens for request in requests])
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every answer and chunk begins with."""

@@ -18,13 +18,13 @@ from foredraft.engine.llm import LLM
 from foredraft.errors import ConfigError
 from foredraft.models.load import load_model
 from foredraft.serve import chat, completions, routes
-from foredraft.serve.access import BodyLimit, KeyCheck
+from foredraft.serve.access import BodyLimit, HeadLimit, KeyCheck
 from foredraft.serve.activity import log_activity
 from foredraft.serve.embedding import Embeddings
 from foredraft.serve.errors import install_error_handlers
 from foredraft.serve.guards import load_guards
 from foredraft.serve.metrics import Metrics
-from foredraft.serve.settings import ServerSettings
+from foredraft.serve.settings import MAX_HEADER_BYTES, TOOL_CALL_PARSERS, ServerSettings
 from foredraft.serve.state import ServerState
 from foredraft.serve.tools import format_of_template
 
@@ -32,12 +32,18 @@ PAGE = Path(__file__).parent / "page"
 
 
 def make_state(llm: LLM, settings: ServerSettings, version: str) -> ServerState:
-    """A server's state over a loaded model; raises `ConfigError` for guards and templates that cannot be used."""
+    """A server's state over a loaded model; raises `ConfigError` for guards, templates and tools that are of no use."""
     if llm.tokenizer is None:
         raise ConfigError("skip_tokenizer_init: the server needs the model's tokenizer")
     names = tuple(settings.served_model_name) or (llm.config.model,)
     if settings.chat_template is not None:
         llm.tokenizer.chat_template = _read_template(settings.chat_template)
+    tool_style = settings.tool_call_parser or _tool_style(llm)
+    if settings.enable_auto_tool_choice and tool_style is None:
+        raise ConfigError(
+            "enable_auto_tool_choice: this model's chat template knows no tools; give --tool-call-parser "
+            f"({', '.join(TOOL_CALL_PARSERS)}), or a template that does (--chat-template)"
+        )
     metrics = Metrics(names[0])
     metrics.watch(llm.engine)
     return ServerState(
@@ -47,7 +53,7 @@ def make_state(llm: LLM, settings: ServerSettings, version: str) -> ServerState:
         metrics=metrics,
         guard=load_guards(settings.guard, settings.guard_keywords),
         names=names,
-        tool_style=settings.tool_call_parser or _tool_style(llm),
+        tool_style=tool_style,
         embeddings=_embeddings(llm, settings, names),
         version=version,
     )
@@ -89,6 +95,7 @@ def create_app(state: ServerState) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    app.add_middleware(HeadLimit, max_bytes=MAX_HEADER_BYTES)
     return app
 
 

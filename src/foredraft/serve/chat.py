@@ -30,7 +30,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     server, began = state_of(request), perf_counter()
     model = server.model_name(body.model)
     server.note_unknown(body)
-    params = chat_params(body, _constraint(body, server))
+    params = chat_params(body, _constraint(body, server), server.settings.seed)
     prompt = await _prompt(body, server)
 
     async with AsyncExitStack() as stack:

@@ -31,7 +31,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     server, began = state_of(request), perf_counter()
     model = server.model_name(body.model)
     server.note_unknown(body)
-    params = completion_params(body)
+    params = completion_params(body, server.settings.seed)
     prompts = [_prompt(each, server) for each in listed(body.prompt)]
     if not prompts:
         raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")

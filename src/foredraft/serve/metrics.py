@@ -24,6 +24,7 @@ from foredraft.engine.step import Engine
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+TOKENS = tuple(power * digit for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "abort", "error")
 
 
@@ -50,6 +51,16 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds", "A request's mean time per token after its first", PER_TOKEN
         )
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to last token", LATENCY)
+        about = {"queue": "arrival to first step", "prefill": "first step to first token", "decode": "the rest"}
+        self.phases = {
+            phase: self._histogram(f"vllm:request_{phase}_time_seconds", f"Of a request, {told}", LATENCY)
+            for phase, told in about.items()
+        }
+        self.prompt_length = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self.output_length = self._histogram("vllm:request_generation_tokens", "Tokens given to a request", TOKENS)
+        self.longest_output = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sequence", TOKENS
+        )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens taken")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens given to sequences")
         self._success = Counter(
@@ -88,14 +99,20 @@ class Metrics:
         """Counts a prompt that was taken."""
         self._prompt_tokens.inc(num_prompt_tokens)
 
-    def finished(self, output: RequestOutput, reasons: Iterable[str], num_generated: int) -> None:
-        """Observes a finished prompt: its times, and why each choice ended."""
+    def finished(self, output: RequestOutput, reasons: Iterable[str], num_generated: Sequence[int]) -> None:
+        """Observes a finished prompt: its times, why each choice ended, and the tokens of each of its sequences."""
         times = output.times
+        for phase, seconds in (("queue", times.queued), ("prefill", times.prefill), ("decode", times.decode)):
+            if seconds is not None:
+                self.phases[phase].observe(seconds)
+        self.prompt_length.observe(len(output.prompt_token_ids))
+        self.output_length.observe(sum(num_generated))
+        self.longest_output.observe(max(num_generated))
         if times.ttft is not None:
             self.first_token.observe(times.ttft)
         if times.latency is not None:
             self.latency.observe(times.latency)
-            longest = num_generated / max(1, len(output.outputs))
+            longest = sum(num_generated) / max(1, len(output.outputs))
             if times.ttft is not None and longest > 1:
                 self.per_output_token.observe((times.latency - times.ttft) / (longest - 1))
         for reason in reasons:

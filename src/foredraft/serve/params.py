@@ -26,8 +26,11 @@ def draft_length(body: GenerationBody) -> int | None:
     return body.speculation.num_speculative_tokens if body.speculation.enabled else 0
 
 
-def completion_params(body: CompletionBody) -> SamplingParams:
-    """Parameters of a completion. A prompt that is only to be scored (`echo` with no tokens) still takes a step."""
+def completion_params(body: CompletionBody, seed: int | None) -> SamplingParams:
+    """Parameters of a completion. A prompt that is only to be scored (`echo` with no tokens) still takes a step.
+
+    `seed` is the server's, for requests that give none.
+    """
     if body.suffix:
         raise ApiError(400, "suffix: this model cannot fill in the middle; leave it out", param="suffix")
     if body.max_tokens == 0 and not body.echo:
@@ -41,6 +44,7 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     return _params(
         body,
+        seed=seed if body.seed is None else body.seed,
         max_tokens=max_tokens,
         best_of=body.best_of,
         logprobs=body.logprobs,
@@ -48,8 +52,11 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     )
 
 
-def chat_params(body: ChatBody, constraint: StructuredOutputs | None) -> SamplingParams:
-    """Parameters of a chat answer, which goes on to the end of the context unless a limit is given."""
+def chat_params(body: ChatBody, constraint: StructuredOutputs | None, seed: int | None) -> SamplingParams:
+    """Parameters of a chat answer, which goes on to the end of the context unless a limit is given.
+
+    `seed` is the server's, for requests that give none.
+    """
     if body.max_tokens == 0:
         raise ApiError(400, "max_tokens: 0 leaves no room for an answer; give at least 1", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
@@ -58,6 +65,7 @@ def chat_params(body: ChatBody, constraint: StructuredOutputs | None) -> Samplin
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return _params(
         body,
+        seed=seed if body.seed is None else body.seed,
         max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured_outputs=constraint,
@@ -76,7 +84,6 @@ def _params(body: GenerationBody, **more: Any) -> SamplingParams:
             frequency_penalty=body.frequency_penalty,
             presence_penalty=body.presence_penalty,
             logit_bias=_biases(body.logit_bias),
-            seed=body.seed,
             stop=body.stop or None,
             stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,

@@ -11,9 +11,8 @@ from types import FrameType
 import uvicorn
 
 from foredraft.errors import ConfigError
-from foredraft.serve.access import MAX_HEADER_BYTES
 from foredraft.serve.app import create_app
-from foredraft.serve.settings import ServerSettings
+from foredraft.serve.settings import MAX_HEADER_BYTES, ServerSettings
 from foredraft.serve.state import ServerState
 
 BACKLOG = 2048

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.config import require, require_at_least, require_choice
+from foredraft.config import require, require_at_least, require_choice, require_integer
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json")
@@ -18,6 +18,8 @@ MAX_TOOLS = 128
 MAX_PROMPTS = 1024
 """Prompts of one completions request, and texts of one embeddings request."""
 MAX_JSON_DEPTH = 64
+MAX_HEADER_BYTES = 64 * 1024
+"""Of a request line and its headers together."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class ServerSettings:
         guard_keywords: a file with one blocked phrase a line.
         chat_template: a file that replaces the model's own template.
         tool_call_parser: how the model writes tool calls; None to tell from its template.
+        enable_auto_tool_choice: the server must know how the model writes tool calls, or it does not start.
+        seed: for requests that give none; None draws a new one for each.
         embedding_model: a second model for embeddings; None for the served one.
     """
 
@@ -51,6 +55,8 @@ class ServerSettings:
     guard_keywords: str | None = None
     chat_template: str | None = None
     tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    seed: int | None = None
     embedding_model: str | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +66,9 @@ class ServerSettings:
         require(self.shutdown_timeout >= 0, f"shutdown_timeout: {self.shutdown_timeout} is below 0")
         require(all(self.api_key), "api_key: a key is empty; give text, or leave the flag out")
         require(all(self.served_model_name), "served_model_name: a name is empty")
+        if self.seed is not None:
+            require_integer("seed", self.seed)
+            require(-(2**63) <= self.seed < 2**64, f"seed: {self.seed} is not from -2^63 to 2^64 - 1")
         if self.tool_call_parser is not None:
             require_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
 
