@@ -53,8 +53,9 @@ def test_a_trained_drafter_is_better_than_chance_and_exact_in_the_engine(
     corrector: str, tiny_target: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
     options = {} if corrector == "none" else {"num_candidates": 8}
+    # No carry: what comes before the last token says nothing of what this target says next.
     sizes: dict[str, Any] = {"corrector": corrector, "corrector_options": options, "epochs": (2, 8, 1)}
-    chosen = plan(tiny_target, prompt_file, tmp_path, carry=False, **sizes)  # what is before its last token says nothing
+    chosen = plan(tiny_target, prompt_file, tmp_path, carry=False, **sizes)
     result = train(chosen, quiet, quiet)
     assert result.slots.num_slots > 50
     assert result.slots.alpha_base[0] > 0.25  # chance would be a few hundredths
@@ -121,9 +122,11 @@ def test_a_drafter_goes_on_from_another(tiny_target: Path, prompt_file: Path, tm
     after = train(second, quiet, quiet)
     assert after.slots.alpha == pytest.approx(before.slots.alpha, abs=0.02)  # bfloat16 on disk, and hardly a step since
     old, new = load_block_model(first.out), load_block_model(second.out)
-    assert new.draft_ids is not None and old.draft_ids is not None
+    assert new.draft_ids is not None
+    assert old.draft_ids is not None
     assert torch.equal(new.draft_ids, old.draft_ids)
-    assert new.backbone.carry is not None and old.backbone.carry is None
+    assert new.backbone.carry is not None
+    assert old.backbone.carry is None
     other = replace(first, out=tmp_path / "third", corrector="markov", start=first.out, epochs=(0, 1, 0))
     assert train(other, quiet, quiet).slots.alpha_base == pytest.approx(before.slots.alpha_base, abs=0.02)
 

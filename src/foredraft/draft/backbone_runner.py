@@ -135,9 +135,7 @@ class BackboneRunner:
         visible = torch.ones(len(batch.input_ids), widest, dtype=torch.bool, device=self.device)
         return replace(batch, tree_mask=visible)
 
-    def forward(
-        self, embeddings: Tensor, batch: ForwardBatch, cache: KVCache, carried: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, batch: ForwardBatch, cache: KVCache, carried: Tensor | None = None) -> Tensor:
         """Hidden states of the slots that predict [N, d], after the final norm.
 
         Args:

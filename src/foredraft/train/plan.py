@@ -72,7 +72,9 @@ class TrainPlan:
 
     def __post_init__(self) -> None:
         require_choice("--corrector", self.corrector, tuple(CORRECTORS))
-        require(sum(self.epochs) > 0, "--epochs, --corrector-epochs and --joint-epochs: all are 0; nothing would be trained")
+        require(
+            sum(self.epochs) > 0, "--epochs, --corrector-epochs and --joint-epochs: all are 0; nothing would be trained"
+        )
         require(
             self.conv_taps <= self.num_speculative_tokens,
             f"--conv-taps: {self.conv_taps} is above the {self.num_speculative_tokens} slots of a block "
