@@ -40,7 +40,7 @@ def engine_on(directories: tuple[Path, Path], method: str | None, **options) -> 
             method="ngram" if draft is None else "draft_model",
             model=draft,
             num_speculative_tokens=6,
-            prompt_lookup_min=1,
+            prompt_lookup_min=1 if draft is None else None,
             tree_width=int(width or 1),
             adaptive=False,
         )

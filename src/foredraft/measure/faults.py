@@ -28,7 +28,7 @@ class Softened:
     from them, and the fault hardly changes the distribution.
     """
 
-    def __init__(self, model: TargetModel, factor: float = 0.8) -> None:
+    def __init__(self, model: TargetModel, factor: float = 0.7) -> None:
         self._model = model
         self._factor = factor
 
