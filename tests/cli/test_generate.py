@@ -21,6 +21,8 @@ def process(*arguments: object, **options) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "import sys; from foredraft.cli.main import main; sys.exit(main())"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     pipes["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Tests that run in the background inherit a SIGINT that is ignored, which Python would keep so.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([*command, *map(str, arguments)], text=True, **pipes)
 
 
