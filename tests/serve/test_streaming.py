@@ -138,6 +138,15 @@ def test_a_client_that_leaves_frees_its_blocks(served: RunningServer, stream: bo
         served.llm.model.delay = 0.0
 
 
+def test_a_reader_of_unicode_lines_reads_every_event_whole(served: RunningServer) -> None:
+    """Many clients split lines as `str.splitlines` does, where JSON itself allows U+0085, U+2028 and U+2029 bare."""
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf"
+    body = {"model": MODEL, "prompt": script(text), "max_tokens": 100, "temperature": 0, "stream": True}
+    answer = httpx2.post(served.url + "/v1/completions", json=body, timeout=60)
+    pieces = [json.loads(line)["choices"][0]["text"] for line in lines(answer)[:-1]]
+    assert "".join(pieces) == text
+
+
 def test_a_reader_that_does_not_read_holds_up_nobody(served: RunningServer) -> None:
     body = {"model": MODEL, "prompt": "babble", "max_tokens": 1500, "stream": True, "logprobs": 5, "ignore_eos": True}
     with httpx2.stream("POST", served.url + "/v1/completions", json=body, timeout=60) as slow:

@@ -21,9 +21,16 @@ DONE = b"data: [DONE]\n\n"
 log = logging.getLogger(__name__)
 
 
+LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
+"""Line ends to Unicode and to many clients, though not to JSON: escaped, so that an event is one line for everyone."""
+
+
 def event(content: Any) -> bytes:
     """One event."""
-    return b"data: " + encode(content) + b"\n\n"
+    line = encode(content)
+    for character, escape in LINE_ENDS.items():
+        line = line.replace(character, escape)
+    return b"data: " + line + b"\n\n"
 
 
 class EventStream(Response):
