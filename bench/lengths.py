@@ -19,8 +19,6 @@ from typing import Any
 from foredraft import LLM, SamplingParams, SpeculativeConfig
 from foredraft.measure.prompts import demo_prompts, encoded, read_prompts
 
-FIXED = (1, 2, 3, 5, 7)
-
 
 def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
     """An engine for each mode."""
@@ -31,9 +29,9 @@ def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
         return LLM(arguments.model, speculative=speculative, max_num_seqs=largest, kv_cache_memory=10**9)
 
     found = {"plain": engine(None)}
-    for gamma in FIXED:
+    for gamma in arguments.fixed:
         found[f"γ={gamma}"] = engine(SpeculativeConfig(**options, num_speculative_tokens=gamma, adaptive=False))
-    found["adaptive"] = engine(SpeculativeConfig(**options, num_speculative_tokens=max(FIXED)))
+    found["adaptive"] = engine(SpeculativeConfig(**options, num_speculative_tokens=7))
     return found
 
 
@@ -50,6 +48,7 @@ def main() -> None:
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--prompts", type=Path, nargs="*", default=[])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3, 5, 7])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -85,7 +85,7 @@ class Watched:
             batch = ragged_batch([context], [0], [table], [1], block_size=BLOCK, device=torch.device("cpu"))
             cache = self.target.new_cache(64, BLOCK)
             features = self.target.forward(batch, cache, self.feature_layers).features
-            fresh.observe([Observation("only", 0, features)])
+            fresh.observe([Observation("only", 0, range(len(context)), table)], features)
         expected = fresh.propose([replace(request, request_id="only", block_table=table)])
         fresh.release("only")
         count = int(proposal.lengths[index])
@@ -100,8 +100,8 @@ class Watched:
             assert torch.allclose(proposal.confidence[index, :count], expected.confidence[0, :count], atol=1e-4)
         self.num_checked += 1
 
-    def observe(self, observations) -> None:
-        self.inner.observe(observations)
+    def observe(self, observations, features) -> None:
+        self.inner.observe(observations, features)
 
     def release(self, request_id: str) -> None:
         self.num_released += 1
@@ -216,7 +216,7 @@ def observed(drafter, target, text: list[int], max_draft_tokens: int, request_id
     table = list(range(40))
     batch = ragged_batch([text[:-1]], [0], [table], [1], block_size=BLOCK, device=target.device)
     features = target.forward(batch, target.new_cache(40, BLOCK), drafter.feature_layers).features
-    drafter.observe([Observation(request_id, 0, features)])
+    drafter.observe([Observation(request_id, 0, range(len(text) - 1), table)], features)
     state = SamplingState(SamplingParams(seed=1, **params), text, vocab_size=target.config.vocab_size)
     return DraftRequest(request_id, text, table, max_draft_tokens, state)
 
@@ -239,8 +239,7 @@ def test_features_after_a_gap_are_not_used(target) -> None:
     drafter = drafter_for(target, block_model(target))
     request = observed(drafter, target, [5, 17, 80, 3], 4)
     width = len(drafter.feature_layers)
-    later = Observation("a", 7, tuple(torch.randn(2, 36) for _ in range(width)))
-    drafter.observe([later])
+    drafter.observe([Observation("a", 7, range(2), range(40))], [torch.randn(2, 36) for _ in range(width)])
     assert drafter.propose([replace(request, token_ids=list(range(10)))]).lengths.tolist() == [0]
     assert drafter.propose([request]).lengths.tolist() == [4]
 
@@ -253,11 +252,11 @@ def test_positions_seen_again_are_replaced(target) -> None:
     expected = once.propose([observed(once, target, text, 4, temperature=0.0)])
     wrong = tuple(torch.randn(5, 36) for _ in model.config.target_layers)
     for written in (False, True):
-        again.observe([Observation("a", 0, wrong)])
+        again.observe([Observation("a", 0, range(5), range(40))], wrong)
         request = observed(again, target, text, 4, temperature=0.0)
         if written:
             again.propose([request])
-            again.observe([Observation("a", 0, wrong)])
+            again.observe([Observation("a", 0, range(5), range(40))], wrong)
             again.propose([request])
             request = observed(again, target, text, 4, temperature=0.0)
         assert torch.equal(again.propose([request]).token_ids, expected.token_ids)

@@ -125,7 +125,7 @@ class TableDrafter:
         lengths = torch.minimum(tree.lengths, lengths)
         return DraftProposal(tokens, lengths, one_hot, tree=DraftTree(tree.parents, tree.depths))
 
-    def observe(self, observations) -> None:
+    def observe(self, observations, features) -> None:
         pass
 
     def release(self, request_id: str) -> None:

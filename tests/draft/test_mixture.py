@@ -12,6 +12,7 @@ import torch
 from tests.engine.fake import FakeModel, OracleDrafter, fake_engine, run
 from tests.exactness.reference import p_value
 from tests.exactness.test_joint import LENGTH, LIKELY, PROMPT, drafter_of, expected_joint, target
+from torch import Tensor
 
 from foredraft.draft import mixture as mixture_module
 from foredraft.draft.draft_model import DraftModelDrafter
@@ -37,7 +38,7 @@ class Watched:
     def __init__(self, inner, name: str, speaks=lambda tokens: True) -> None:
         self.inner, self.method, self.speaks = inner, name, speaks
         self.num_drafted = 0
-        self.seen: list[Observation] = []
+        self.seen: list[Tensor] = []
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         silent = [not self.speaks(request.token_ids) for request in requests]
@@ -48,8 +49,8 @@ class Watched:
         ]
         return self.inner.propose(asked)
 
-    def observe(self, observations) -> None:
-        self.seen += observations
+    def observe(self, observations, features) -> None:
+        self.seen += features
 
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
@@ -165,9 +166,9 @@ def test_each_drafter_observes_its_own_layers() -> None:
     mixture = MixtureDrafter([(low, 4), (high, 4)])
     assert mixture.feature_layers == (1, 3, 5)
     layers = tuple(torch.full((2, 1), float(layer)) for layer in mixture.feature_layers)
-    mixture.observe([Observation("a", 0, layers)])
-    assert [float(layer[0]) for layer in low.seen[0].features] == [1, 3]
-    assert [float(layer[0]) for layer in high.seen[0].features] == [5, 1]
+    mixture.observe([Observation("a", 0, range(2), [0])], layers)
+    assert [float(layer[0]) for layer in low.seen] == [1, 3]
+    assert [float(layer[0]) for layer in high.seen] == [5, 1]
 
 
 def test_merging_keeps_every_row_and_its_distribution() -> None:

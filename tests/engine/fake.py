@@ -149,7 +149,7 @@ class OracleDrafter:
             drafts.append(draft)
         return DraftProposal.deterministic(drafts)
 
-    def observe(self, observations) -> None:
+    def observe(self, observations, features) -> None:
         pass
 
     def release(self, request_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tests.models.tiny import save_tiny
 
 from foredraft import LLM, SamplingParams, SpeculativeConfig
-from foredraft.engine import start_costs
+from foredraft.engine import calibration, start_costs
 from foredraft.engine.calibration import measure_costs
 from foredraft.engine.cost_file import cache_directory
 from foredraft.engine.explain import explanation
@@ -69,6 +70,21 @@ def test_a_short_budget_still_gives_a_curve(directory: Path) -> None:
     assert costs.draft_seconds(4, 8) > 0
 
 
+@pytest.mark.parametrize(("factor", "measured_again"), [(0.5, False), (1.0, False), (20.0, True)])
+def test_kept_costs_are_believed_unless_a_forward_is_much_faster(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, factor: float, measured_again: bool
+) -> None:
+    llm_of(directory)
+    (path,) = cache_directory().iterdir()
+    kept = json.loads(path.read_text())
+    # Of what is seen in this run, since a machine's speed changes from start to start.
+    kept["target"] = {"sizes": [1, 5], "seconds": [factor, factor]}
+    path.write_text(json.dumps(kept))
+    monkeypatch.setattr(calibration, "_timed", lambda cases, budget: {case: 1.0 for case, _ in cases})
+    costs = llm_of(directory).engine.lengths.costs
+    assert (costs.target.sizes != [1, 5]) == measured_again
+
+
 def test_the_second_start_measures_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm_of(directory)
     assert len(list(cache_directory().iterdir())) == 1
@@ -77,6 +93,7 @@ def test_the_second_start_measures_nothing(directory: Path, monkeypatch: pytest.
         raise AssertionError("measured again")
 
     monkeypatch.setattr(start_costs, "measure_costs", refuse)
+    monkeypatch.setattr(start_costs, "are_too_high", lambda *arguments, **options: False)
     llm = llm_of(directory)
     with pytest.raises(AssertionError, match="measured again"):
         llm_of(directory, tree_width=2)

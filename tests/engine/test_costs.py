@@ -41,7 +41,7 @@ def test_a_curve_is_linear_between_its_points_and_goes_on_at_its_last_slope() ->
 
 def test_a_curve_never_falls_whatever_was_measured() -> None:
     curve = Curve([1, 2, 3, 4], [2.0, 1.5, 2.5, 2.4])
-    assert list(curve.table(4)[1:]) == [2.0, 2.0, 2.5, 2.5]
+    assert list(curve.table(4)[1:]) == [1.5, 1.5, 2.4, 2.4]
     assert (np.diff(curve.table(9)) >= 0).all()
 
 
@@ -56,6 +56,24 @@ def test_one_outlier_changes_nothing_and_several_in_a_row_do() -> None:
     for _ in range(100):
         curve.refresh(8, 4.0)
     assert curve.at(8) == pytest.approx(4.0, rel=0.02)
+
+
+def test_a_point_that_was_disturbed_when_measured_is_put_right_by_a_few_timings() -> None:
+    curve = Curve([1, 2, 8, 16], [1.0, 4.0, 5.0, 5.5])
+    for _ in range(50):
+        curve.refresh(1, 1.0)
+    for _ in range(4):
+        curve.refresh(8, 1.2)
+    assert curve.at(1) == pytest.approx(1.0, rel=0.25)
+    assert curve.at(2) == curve.at(8) == pytest.approx(1.2, rel=0.3)
+
+
+def test_a_curve_measured_beside_other_work_comes_down_without_bending() -> None:
+    curve = Curve([1, 8], [3.0, 6.0])
+    for _ in range(30):
+        curve.refresh(1, 1.0)
+    assert curve.at(1) == pytest.approx(1.0, rel=0.01)
+    assert curve.at(8) == pytest.approx(2.0, rel=0.01)
 
 
 def test_live_timings_move_the_whole_curve_and_bend_it_where_they_are() -> None:

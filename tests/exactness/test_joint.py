@@ -269,7 +269,7 @@ class Lying:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         return self.lie(self.inner.propose(requests), requests)
 
-    def observe(self, observations) -> None:
+    def observe(self, observations, features) -> None:
         pass
 
     def release(self, request_id: str) -> None:

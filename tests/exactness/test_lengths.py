@@ -144,7 +144,7 @@ class Telling:
     def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:
         return self.inner.num_reusable(block_table, block_hashes)
 
-    def observe(self, observations) -> None:
+    def observe(self, observations, features) -> None:
         pass
 
     def release(self, request_id: str) -> None:

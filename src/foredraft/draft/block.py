@@ -1,11 +1,10 @@
 """Drafts a whole block of tokens in one pass over the target's own features, and corrects it from slot to
 slot.
 
-The features come from the target's verification forward, so that drafting costs no target pass. What is
-observed waits as projected rows until the request drafts again, or until there is a block of them: a stretch
-without drafting costs the drafter nothing but its catch-up, and full blocks are there for other requests that
-reuse them. The features of a reused block are never seen again, so a request may only reuse blocks whose context
-was written.
+The features come from the target's verification forward, so that drafting costs no target pass. What is observed waits
+until the request drafts again, or until there is a block of it: a stretch without drafting costs the drafter nothing
+but its catch-up, and full blocks are there for other requests that reuse them. The features of a reused block are never
+seen again, so a request may only reuse blocks whose context was written.
 """
 
 from __future__ import annotations
@@ -31,6 +30,9 @@ from foredraft.kv.cache import KVCache
 from foredraft.models.config import ModelConfig
 from foredraft.models.linear import Linear, pack_linear
 
+VIEWS = 16
+"""Rows for each request of a forward up to which their features are kept as views of all of them."""
+
 TREE_CANDIDATES = 16
 """Candidates of a slot in a tree's lattice, for correctors that score the whole vocabulary."""
 
@@ -50,30 +52,30 @@ class EmbeddingAndHead(Protocol):
 
 @dataclass
 class _Context:
-    """A request's context: positions below `written` are in the cache, `pending` rows [n, d] follow them, and `last`
-    [d] is the row of the newest, None before any was seen."""
+    """A request's context: positions below `written` are in the cache, the features [n, m·d] of the `num_pending`
+    after them wait, and `last` [d] is the newest row that was written, kept for a backbone with a carry only."""
 
     written: int = 0
+    num_pending: int = 0
     pending: list[Tensor] = field(default_factory=list)
     last: Tensor | None = None
 
     @property
     def length(self) -> int:
-        return self.written + sum(len(rows) for rows in self.pending)
+        return self.written + self.num_pending
 
-    def append(self, start: int, rows: Tensor) -> None:
-        """Takes the rows of the positions from `start` on. A gap can never be filled, so what follows one is
+    def append(self, start: int, features: Tensor) -> None:
+        """Takes the features of the positions from `start` on. A gap can never be filled, so what follows one is
         dropped, and the request does not draft; positions that are known already are replaced."""
         if start > self.length:
             return
         kept = start - self.written
         if kept < 0:
-            self.written, kept = start, 0
-        if kept < self.length - self.written:
-            known = torch.cat(self.pending)[:kept] if self.pending else rows[:0]
-            self.pending = [known]
-        self.pending.append(rows)
-        self.last = rows[-1].clone()  # a view would keep the rows of the whole batch
+            self.written, self.last, kept = start, None, 0
+        if kept < self.num_pending:
+            self.pending = [torch.cat(self.pending)[:kept]]
+        self.pending.append(features)
+        self.num_pending = kept + len(features)
 
 
 class BlockDrafter:
@@ -136,16 +138,18 @@ class BlockDrafter:
         return self._runner.kv_bytes_per_token
 
     @torch.inference_mode()
-    def observe(self, observations: Sequence[Observation]) -> None:
-        if not observations:
-            return
-        rows = self._runner.context(torch.cat([torch.cat(each.features, -1) for each in observations]))
-        counts = [len(each.features[0]) for each in observations]
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
+        wanted = [row for each in observations for row in each.rows]
+        rows = torch.cat(list(features), -1)
+        if len(wanted) != len(rows):
+            rows = rows[torch.tensor(wanted, dtype=torch.int64, device=rows.device)]
+        counts = [len(each.rows) for each in observations]
         filled: list[Observation] = []
         for observation, part in zip(observations, torch.split(rows, counts), strict=True):
             context = self._context(observation)
-            context.append(observation.start, part)
-            if observation.block_hashes and context.length - context.written >= self._cache.block_size:
+            # Few rows of many are copied: a view keeps all of a prompt's.
+            context.append(observation.start, part.clone() if len(rows) > VIEWS * len(counts) else part)
+            if context.num_pending >= self._cache.block_size:
                 filled.append(observation)
         self._catch_up(filled)
 
@@ -187,33 +191,38 @@ class BlockDrafter:
         context = self._context(request)
         if context.length == 0 or context.length != len(request.token_ids) - 1:
             return 0
-        if self.config.carry and context.last is None:  # all of it was reused, and a row is in no cache
+        if self.config.carry and context.last is None and not context.num_pending:  # reused, and rows are in no cache
             return 0
         room = self._target.config.max_model_len - len(request.token_ids)
         return max(0, min(request.max_draft_tokens, self.config.num_draft_tokens, room))
 
     def _catch_up(self, requests: Sequence[DraftRequest | Observation]) -> None:
         """Writes the context of each request that was observed and not written."""
-        rows: list[Tensor] = []
+        features: list[Tensor] = []
         positions: list[int] = []
+        ends: list[int] = []
         slots: list[int] = []
         size = self._cache.block_size
         for request in requests:
             context = self._contexts[request.request_id]
             span = range(context.written, context.length)
             self._blocks.wrote(request.block_table, request.block_hashes, span.start, span.stop, span.stop)
-            rows += context.pending
+            features += context.pending
             positions += span
+            ends.append(len(positions))
             slots += [request.block_table[at // size] * size + at % size for at in span]
-            context.written, context.pending = span.stop, []
-        if positions:
-            device = self._target.device
-            self._runner.write_context(
-                torch.cat(rows),
-                torch.tensor(positions, device=device),
-                torch.tensor(slots, device=device),
-                self._cache,
-            )
+            context.written, context.num_pending, context.pending = span.stop, 0, []
+        if not positions:
+            return
+        device = self._target.device
+        rows = self._runner.context(torch.cat(features))
+        self._runner.write_context(
+            rows, torch.tensor(positions, device=device), torch.tensor(slots, device=device), self._cache
+        )
+        if self.config.carry:
+            for request, begin, end in zip(requests, [0, *ends], ends, strict=False):
+                if end > begin:
+                    self._contexts[request.request_id].last = rows[end - 1].clone()
 
     def _block(self, requests: Sequence[DraftRequest], depths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Hidden states [B, γ, d] and unary logits [B, γ, C] of the slots; past a request's depth its last

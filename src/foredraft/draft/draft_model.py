@@ -147,7 +147,7 @@ class DraftModelDrafter:
             return logits[:, : self._vocab_size]
         return F.pad(logits, (0, -surplus), value=float("-inf")) if surplus < 0 else logits
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
         pass
 
     def release(self, request_id: str) -> None:

@@ -43,15 +43,15 @@ class Observation:
     """What one target forward showed of a request.
 
     Args:
-        features: [n, d] per layer, of the `n` positions from `start` on, all of tokens that are now committed. The
-            first ones of a request start past 0 when it reuses blocks, as far as `num_reusable` let it.
+        rows: of the forward's features, those of the positions from `start` on, all of tokens that are now committed.
+            The first ones of a request start past 0 when it reuses blocks, as far as `num_reusable` let it.
         block_table, block_hashes: as of `DraftRequest`.
     """
 
     request_id: str
     start: int
-    features: tuple[Tensor, ...]
-    block_table: Sequence[int] = field(default=())
+    rows: Sequence[int]
+    block_table: Sequence[int]
     block_hashes: Sequence[bytes] = field(default=())
 
 
@@ -71,8 +71,12 @@ class Drafter(Protocol):
         """Drafts at most `max_draft_tokens` tokens for each request, in the order given."""
         ...
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Takes the target's features of newly committed tokens."""
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
+        """Takes the target's features of newly committed tokens.
+
+        Args:
+            features: [T, d] for each of `feature_layers`, of all tokens of a forward.
+        """
         ...
 
     def release(self, request_id: str) -> None:

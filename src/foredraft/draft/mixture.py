@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from foredraft.draft.drafter import Drafter, DraftRequest, Observation
 from foredraft.draft.merging import Part, merged
@@ -180,15 +181,10 @@ class MixtureDrafter:
         for request in requests:
             arm.seen[request.request_id] = len(request.token_ids)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
         for arm in self._arms:
             if arm.layers:
-                arm.drafter.observe(
-                    [
-                        replace(each, features=tuple(each.features[layer] for layer in arm.layers))
-                        for each in observations
-                    ]
-                )
+                arm.drafter.observe(observations, [features[layer] for layer in arm.layers])
 
     def release(self, request_id: str) -> None:
         self._drafted.pop(request_id, None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from foredraft.draft.drafter import DraftRequest, Observation
 from foredraft.draft.proposal import DraftProposal
 from foredraft.draft.trees import padded_tree
@@ -88,7 +90,7 @@ class NgramDrafter:
         starts = index.find(request.token_ids[-self._longest :])[: self._width]
         return [copied(request.token_ids, start, request.max_draft_tokens) for start in starts]
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
         pass
 
     def release(self, request_id: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from foredraft.draft.drafter import DraftRequest, Observation
 from foredraft.draft.proposal import DraftProposal
 
@@ -71,7 +73,7 @@ class PredictionDrafter:
             return []
         return list(cursor.prediction[cursor.position : cursor.position + request.max_draft_tokens])
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
         pass
 
     def release(self, request_id: str) -> None:

@@ -27,6 +27,10 @@ NEGLIGIBLE = 0.02
 CALIBRATION_RATE = 0.05
 """How fast confidences are corrected by what becomes of them."""
 
+REST = 4
+"""Steps for which nothing is weighed once no request drafts, unless the batch changes: then deciding is all that
+speculation costs."""
+
 SAVE_EVERY = 500
 """Steps between two times that the refreshed costs are kept for the next run."""
 
@@ -98,6 +102,8 @@ class AdaptiveLengths:
         self._rates = AcceptanceRates()
         self._parking = Parking()
         self._number = 0
+        self._rest_until = 0
+        self._resting: list[str] = []
         self._bias = np.zeros(0)  # by position, added to the logits of confidences
         self._has_confidence = False
         self._raw: Floats | None = None
@@ -110,8 +116,14 @@ class AdaptiveLengths:
     def choose(self, requests: Sequence[Draftable], num_prefill_tokens: int) -> list[int]:
         self._number += 1
         rooms = [request.room for request in requests]
+        ids = [request.request_id for request in requests]
+        if self._number < self._rest_until and ids == self._resting:
+            nothing = np.zeros((len(ids), 0))
+            seconds = self._step_seconds(len(ids), num_prefill_tokens, 0)
+            self._plan = StepPlan(requests, num_prefill_tokens, nothing, seconds, [0] * len(ids))
+            return [0] * len(ids)
         step_seconds = self._step_seconds(len(requests), num_prefill_tokens, sum(rooms))
-        levels = self._rates.all_rates([each.request_id for each in requests], -(-max(rooms, default=0) // self._width))
+        levels = self._rates.all_rates(ids, -(-max(rooms, default=0) // self._width))
         lengths, trial = [0] * len(requests), None
         if any(rooms):
             reach = self._node_reach(levels, rooms)
@@ -124,6 +136,8 @@ class AdaptiveLengths:
             lengths = [
                 length if request.request_id == trial else own for request, own in zip(requests, lengths, strict=True)
             ]
+            if not any(lengths):
+                self._rest_until, self._resting = self._number + REST, ids
         self._plan = StepPlan(requests, num_prefill_tokens, levels, step_seconds, lengths, trial)
         return lengths
 

@@ -7,10 +7,9 @@ routes as it does at work: one token repeated would wake few of them and make lo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import TypeVar
 
@@ -28,6 +27,12 @@ from foredraft.sampling.state import SamplingState
 BUDGET = 3.0
 """Seconds that measuring may take, half of them for the target."""
 
+CHECK_BUDGET = 0.5
+"""Seconds that looking at kept costs may take."""
+
+TOO_HIGH = 1.5
+"""Times that kept costs may exceed what is seen."""
+
 CONTEXT = 64
 """Tokens that each measured request holds before."""
 
@@ -44,6 +49,11 @@ class Bench:
     texts: list[list[int]]
     context: int
     tables: list[list[int]]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one forward can take."""
+        return sum(len(text) - self.context for text in self.texts)
 
 
 def measure_costs(
@@ -64,6 +74,20 @@ def measure_costs(
         target = _target_curve(model, cache, bench, gamma, max_num_seqs, budget / 2)
         drafts, catch_up = _draft_curves(model, drafter, bench, features, gamma, budget / 2)
     return CostCurve(target, drafts, catch_up)
+
+
+def are_too_high(costs: CostCurve, model: TargetModel, cache: KVCache, *, gamma: int, max_num_seqs: int) -> bool:
+    """Whether a forward turns out much faster than kept costs say: they were measured while something else ran.
+
+    Slower ones prove nothing, since something may run now.
+    """
+    bench = _bench(model, cache, gamma, max_num_seqs)
+    known = costs.target.sizes
+    sizes = sorted({known[0], min(gamma + 1, known[-1]), known[len(known) // 2]})
+    with torch.inference_mode():
+        cases = [(size, _decoding(model, cache, bench, gamma, size)) for size in sizes]
+        seconds = _timed([case for case in cases if case[0] <= bench.capacity], CHECK_BUDGET)
+    return any(took * TOO_HIGH < costs.target.at(size) for size, took in seconds.items())
 
 
 def _bench(model: TargetModel, cache: KVCache, gamma: int, max_num_seqs: int) -> Bench:
@@ -106,21 +130,17 @@ def _forward(
 def _target_curve(
     model: TargetModel, cache: KVCache, bench: Bench, gamma: int, max_num_seqs: int, budget: float
 ) -> Curve:
-    capacity = sum(len(text) - bench.context for text in bench.texts)
-    sizes = [size for size in measured_sizes(min(max_num_seqs * (gamma + 1), 512)) if size <= capacity]
-
-    def runs() -> Iterator[tuple[int, Callable[[], object]]]:
-        for size in sizes:
-            # As decoding would fill the batch: requests with full drafts.
-            count = max(1, min(len(bench.texts), -(-size // (gamma + 1))))
-            shares = [size // count + (row < size % count) for row in range(count)]
-            tokens = [
-                text[bench.context : bench.context + share] for text, share in zip(bench.texts, shares, strict=False)
-            ]
-            yield size, partial(_forward, model, cache, bench, tokens, [bench.context] * len(tokens))
-
-    seconds = _timed(list(runs()), budget)
+    sizes = [size for size in measured_sizes(min(max_num_seqs * (gamma + 1), 512)) if size <= bench.capacity]
+    seconds = _timed([(size, _decoding(model, cache, bench, gamma, size)) for size in sizes], budget)
     return Curve(list(seconds), list(seconds.values()))
+
+
+def _decoding(model: TargetModel, cache: KVCache, bench: Bench, gamma: int, size: int) -> Callable[[], object]:
+    """A forward of `size` tokens as decoding would fill the batch: requests with full drafts."""
+    count = max(1, min(len(bench.texts), -(-size // (gamma + 1))))
+    shares = [size // count + (row < size % count) for row in range(count)]
+    tokens = [text[bench.context : bench.context + share] for text, share in zip(bench.texts, shares, strict=False)]
+    return partial(_forward, model, cache, bench, tokens, [bench.context] * len(tokens))
 
 
 def _draft_curves(
@@ -135,11 +155,10 @@ def _draft_curves(
     count, context = len(bench.texts), bench.context
     ids = [f"calibration-{row}" for row in range(count)]
     observations = [
-        Observation(ids[row], 0, tuple(layer[row * context : (row + 1) * context] for layer in features))
-        for row in range(count)
+        Observation(ids[row], 0, range(row * context, (row + 1) * context), bench.tables[row]) for row in range(count)
     ]
     if features:
-        drafter.observe(observations)
+        drafter.observe(observations, features)
 
     def propose(batch: int, depth: int) -> None:
         requests = []
@@ -170,7 +189,7 @@ def _draft_curves(
 
 
 def _timed(cases: Sequence[tuple[Case, Callable[[], object]]], budget: float) -> dict[Case, float]:
-    """Median seconds of each case over passes that take turns; the first pass warms up.
+    """Least seconds of each case over passes that take turns, since what disturbs one adds; the first pass warms up.
 
     Cases that do not fit into the budget are left out, the first one never.
     """
@@ -188,4 +207,4 @@ def _timed(cases: Sequence[tuple[Case, Callable[[], object]]], budget: float) ->
             if turn == 1:
                 taken[case].clear()
             taken.setdefault(case, []).append(seconds)
-    return {case: median(each) for case, each in taken.items()}
+    return {case: min(each) for case, each in taken.items()}

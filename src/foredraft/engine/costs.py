@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 Seconds = NDArray[np.float64]
 
 OUTLIER = 1.6
-"""A timing this many times off is believed only when several in a row are."""
+"""A timing this many times too long is believed only when several in a row are. One that is too short is believed at
+once: what else runs on a machine only ever adds."""
 
 PATIENCE = 5
-"""Timings off to the same side after which they are a change and no outliers."""
+"""Timings too long in a row after which they are a change and no outliers."""
 
 SCALE_RATE = 0.1
 """How fast a curve's height follows live timings: a longer context or a busier machine moves all of it."""
 
 SHAPE_RATE = 0.04
-"""How fast a curve's own points follow. Slower, so that points which no step visits are not left behind."""
+"""How fast a curve's own points follow in the end. Slower, so that points which no step visits are not left behind; the
+first timings at a point count more, as in a mean."""
 
 LONG_BACKLOG = 16
 """Tokens a request may be behind its drafter before catching up is a cost of its own."""
@@ -38,12 +40,15 @@ class Curve:
 
     Args:
         sizes: ascending.
-        seconds: at those sizes, as measured; what is read is their running maximum times the live scale.
+        seconds: at those sizes, as measured; what is read is the least of a size's and all larger ones', since a point
+            that stands above larger ones was disturbed, times the live scale.
     """
 
     sizes: list[int]
     seconds: list[float]
     log_scale: float = 0.0
+    _visits: dict[int, float] = field(default_factory=dict, repr=False)  # live timings by point
+    _num_timings: int = 0
     _streak: int = 0
     _table: Seconds | None = field(default=None, repr=False)
 
@@ -51,7 +56,7 @@ class Curve:
         """Seconds of every size from 0 to `largest`; size 0 costs nothing."""
         if self._table is None or len(self._table) <= largest:
             width = max(largest, self.sizes[-1]) + 1
-            heights = np.maximum.accumulate(self.seconds)
+            heights = np.minimum.accumulate(self.seconds[::-1])[::-1]
             table = np.interp(np.arange(width), self.sizes, heights)
             if width > self.sizes[-1] + 1:
                 beyond = np.arange(1, width - self.sizes[-1])
@@ -69,18 +74,20 @@ class Curve:
         if size < 1 or seconds <= 0:
             return
         error = math.log(seconds / self.at(size))
-        if abs(error) > math.log(OUTLIER):
+        if error > math.log(OUTLIER):
             # A garbage collection or a busy core is over by the next step; a change of load is not.
-            side = 1 if error > 0 else -1
-            self._streak = self._streak + side if self._streak * side >= 0 else side
-            if abs(self._streak) < PATIENCE:
+            self._streak += 1
+            if self._streak < PATIENCE:
                 return
-            error = side * math.log(OUTLIER)
+            error = math.log(OUTLIER)
         else:
             self._streak = 0
-        self.log_scale += SCALE_RATE * error
+        self._num_timings += 1
+        moved = max(SCALE_RATE, 1 / self._num_timings) * error
+        self.log_scale += moved
         for place, weight in self._neighbours(size):
-            self.seconds[place] *= math.exp(SHAPE_RATE * weight * error)
+            visits = self._visits[place] = self._visits.get(place, 1.0) + weight
+            self.seconds[place] *= math.exp(max(SHAPE_RATE, 1 / visits) * weight * (error - moved))
         self._table = None
 
     def _neighbours(self, size: int) -> list[tuple[int, float]]:

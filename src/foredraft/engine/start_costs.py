@@ -1,4 +1,5 @@
-"""An engine's costs at its start: those that the last run on the same model and machine kept, else measured ones."""
+"""An engine's costs at its start: those that the last run on the same model and machine kept, unless they turn out too
+high, else measured ones."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from foredraft.config import EngineConfig, SpeculativeConfig
 from foredraft.draft.drafter import Drafter
 from foredraft.engine.adaptive import AdaptiveLengths
-from foredraft.engine.calibration import measure_costs
+from foredraft.engine.calibration import are_too_high, measure_costs
 from foredraft.engine.cost_file import Key, load_costs, save_costs
 from foredraft.engine.costs import CostCurve
 from foredraft.engine.explain import explanation
@@ -36,15 +37,10 @@ def adaptive_policy(
     assert speculative is not None
     explain = explanation(speculative.explain_lengths) if speculative.explain_lengths is not None else None
     key = key_of(config, speculative, model, draft_bytes)
+    gamma, most = speculative.num_speculative_tokens, config.max_num_seqs
     costs = load_costs(key)
-    if costs is None:
-        costs = measure_costs(
-            model,
-            cache,
-            drafter,
-            gamma=speculative.num_speculative_tokens,
-            max_num_seqs=config.max_num_seqs,
-        )
+    if costs is None or are_too_high(costs, model, cache, gamma=gamma, max_num_seqs=most):
+        costs = measure_costs(model, cache, drafter, gamma=gamma, max_num_seqs=most)
         save_costs(key, costs)
     return AdaptiveLengths(costs, tree_width=speculative.tree_width, explain=explain, save=_keeper(key))
 

@@ -111,15 +111,17 @@ class Engine:
         self, plan: Sequence[Scheduled], sampling: Sequence[Scheduled]
     ) -> tuple[DraftProposal, list[list[int]], list[list[int]] | None]:
         """The drafts to verify: how many tokens to draft, their drafting, and how many of them to keep."""
-        if self.drafter is None:
+        lengths = [0] * len(sampling)
+        if self.drafter is not None:
+            with self.times.measure("schedule"):
+                num_prefill_tokens = sum(part.num_tokens for part in plan) - len(sampling)
+                lengths = self.lengths.choose([draftable(part) for part in sampling], num_prefill_tokens)
+        if self.drafter is None or not any(lengths):
             nothing = DraftProposal.deterministic([[] for _ in sampling], self.model.device)
             return nothing, [[] for _ in sampling], None
-        with self.times.measure("schedule"):
-            num_prefill_tokens = sum(part.num_tokens for part in plan) - len(sampling)
-            lengths = self.lengths.choose([draftable(part) for part in sampling], num_prefill_tokens)
         before = self.times.draft
         with self.times.measure("draft"):
-            proposal = self._propose(sampling, lengths)
+            proposal = self._propose(self.drafter, sampling, lengths)
             proposal.lengths.tolist()  # waits for the device, so that drafting's time is counted as its own
         with self.times.measure("schedule"):
             proposal = self.lengths.cut(proposal, self.times.draft - before)
@@ -139,10 +141,8 @@ class Engine:
             )
         )
 
-    def _propose(self, sampling: Sequence[Scheduled], lengths: Sequence[int]) -> DraftProposal:
-        if self.drafter is None or not any(lengths):
-            return DraftProposal.deterministic([[] for _ in sampling], self.model.device)
-        return self.drafter.propose(
+    def _propose(self, drafter: Drafter, sampling: Sequence[Scheduled], lengths: Sequence[int]) -> DraftProposal:
+        return drafter.propose(
             [
                 DraftRequest(
                     request_id=part.request.request_id,
@@ -186,19 +186,13 @@ class Engine:
                 self.scheduler.settle(request)
                 if output.features:
                     valid = valid[: request.num_computed_tokens - start]
-                    rows = torch.tensor([row + index for index in valid], device=self.model.device)
+                    rows = [row + index for index in valid]
                     observations.append(
-                        Observation(
-                            request.request_id,
-                            start,
-                            tuple(layer[rows] for layer in output.features),
-                            request.block_table,
-                            request.block_hashes,
-                        )
+                        Observation(request.request_id, start, rows, request.block_table, request.block_hashes)
                     )
             row += num_rows
         if self.drafter is not None and observations:
-            self.drafter.observe(observations)
+            self.drafter.observe(observations, output.features)
         for request in changed:
             if request.finished:
                 self._release(request)

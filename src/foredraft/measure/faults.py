@@ -53,8 +53,8 @@ class Misreporting:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftProposal:
         return self._change(self._inner.propose(requests))
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        self._inner.observe(observations)
+    def observe(self, observations: Sequence[Observation], features: Sequence[Tensor]) -> None:
+        self._inner.observe(observations, features)
 
     def release(self, request_id: str) -> None:
         self._inner.release(request_id)
