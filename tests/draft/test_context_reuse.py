@@ -153,6 +153,24 @@ def test_a_prompt_of_one_token_of_output_leaves_a_block_drafter_its_context(targ
     assert output.outputs[0].token_ids == plain_tokens(target, STORY)
 
 
+@pytest.mark.parametrize("max_tokens", [3, 6, 14, 40])
+def test_an_answer_without_drafts_is_reused_by_the_next_turn(target, max_tokens: int) -> None:
+    """Its context waited until the end, in blocks of it that came and went."""
+    watched = Watched(target, block_model(target), 64)
+    engine, factory = engine_for(target, watched)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    (first,) = factory.assemble({"prompt_token_ids": STORY[:5]}, params, 0).requests
+    engine.add(first)
+    while not first.finished:
+        engine.step()
+    assert not watched.inner._contexts
+    text = [*first.token_ids, 7, 7]
+    (output,) = run(engine, factory, [text], GREEDY)
+    assert output.num_cached_tokens == (len(first.token_ids) - 1) // BLOCK * BLOCK
+    assert watched.num_checked > 0
+    assert output.outputs[0].token_ids == plain_tokens(target, text)
+
+
 def test_blocks_without_a_block_drafters_context_are_not_reused(target) -> None:
     """Their features would never come again, and the request could not draft to its end."""
     first = BlockDrafter(block_model(target), target, 64, BLOCK)

@@ -2,9 +2,9 @@
 slot.
 
 The features come from the target's verification forward, so that drafting costs no target pass. What is observed waits
-until the request drafts again, or until there is a block of it: a stretch without drafting costs the drafter nothing
-but its catch-up, and full blocks are there for other requests that reuse them. The features of a reused block are never
-seen again, so a request may only reuse blocks whose context was written.
+until the request drafts again, until there is much of it, or until the request ends: a stretch without drafting costs
+the drafter next to nothing, and full blocks are there for other requests that reuse them. The features of a reused
+block are never seen again, so a request may only reuse blocks whose context was written.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from foredraft.kv.cache import KVCache
 from foredraft.models.config import ModelConfig
 from foredraft.models.linear import Linear, pack_linear
 
+WAITING_BLOCKS = 4
+"""Blocks of decoded text after which its context is written though nothing drafts: few calls for many rows. A prompt's
+is written at once, since others may share it."""
+
 VIEWS = 16
 """Rows for each request of a forward up to which their features are kept as views of all of them."""
 
@@ -53,11 +57,13 @@ class EmbeddingAndHead(Protocol):
 @dataclass
 class _Context:
     """A request's context: positions below `written` are in the cache, the features [n, m·d] of the `num_pending`
-    after them wait, and `last` [d] is the newest row that was written, kept for a backbone with a carry only."""
+    after them wait, as `newest` was the last to tell, and `last` [d] is the newest row that was written, kept for a
+    backbone with a carry only."""
 
     written: int = 0
     num_pending: int = 0
     pending: list[Tensor] = field(default_factory=list)
+    newest: Observation | None = None
     last: Tensor | None = None
 
     @property
@@ -149,11 +155,20 @@ class BlockDrafter:
             context = self._context(observation)
             # Few rows of many are copied: a view keeps all of a prompt's.
             context.append(observation.start, part.clone() if len(rows) > VIEWS * len(counts) else part)
-            if context.num_pending >= self._cache.block_size:
+            context.newest = observation
+            size = self._cache.block_size
+            if context.num_pending >= (size if len(part) >= size else WAITING_BLOCKS * size):
                 filled.append(observation)
         self._catch_up(filled)
 
+    @torch.inference_mode()
     def release(self, request_id: str) -> None:
+        context = self._contexts.get(request_id)
+        if context is not None and context.newest is not None:
+            num_full = context.length // self._cache.block_size
+            held = min(len(context.newest.block_table), len(context.newest.block_hashes))
+            if context.written // self._cache.block_size < num_full <= held:
+                self._catch_up([context.newest])
         self._contexts.pop(request_id, None)
 
     def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:

@@ -80,7 +80,7 @@ class Drafter(Protocol):
         ...
 
     def release(self, request_id: str) -> None:
-        """Forgets a request: it finished, or its blocks were taken away."""
+        """Forgets a request: it finished and still holds its blocks, or they were taken away and its table is empty."""
         ...
 
     def num_reusable(self, block_table: Sequence[int], block_hashes: Sequence[bytes]) -> int:

@@ -226,8 +226,8 @@ class Engine:
             self.stats.record(len(draft), accepted, kept)
 
     def _release(self, request: Request) -> None:
-        self.scheduler.release(request)
         self._forget([request])
+        self.scheduler.release(request)
 
     def _forget(self, requests: Sequence[Request]) -> None:
         if self.drafter is not None:
