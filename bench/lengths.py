@@ -2,8 +2,9 @@
 
 Run: .venv/bin/python -m bench.lengths [--drafter DIR] [--prompts FILE …] [--json PATH]
 
-For each batch size the same prompts are decoded in every mode, round after round; a figure is the median over rounds
-of the ratio within a round.
+For each batch size the same prompts, three times as many, are decoded in every mode, round after round, so that a
+request that ends early makes room for the next: of one batch alone, only the slowest request would be timed. A figure
+is the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from foredraft import LLM, SamplingParams, SpeculativeConfig
 from foredraft.measure.prompts import demo_prompts, encoded, read_prompts
 
 
-def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
-    """An engine for each mode."""
+def engines(arguments: argparse.Namespace, batch: int) -> dict[str, LLM]:
+    """An engine for each mode, with `batch` requests at once."""
     options: dict[str, Any] = {"method": arguments.method, "model": arguments.drafter}
-    largest = max(arguments.batch)
 
     def engine(speculative: SpeculativeConfig | None) -> LLM:
-        return LLM(arguments.model, speculative=speculative, max_num_seqs=largest, kv_cache_memory=10**9)
+        return LLM(arguments.model, speculative=speculative, max_num_seqs=batch, kv_cache_memory=10**9)
 
     found = {"plain": engine(None)}
     for gamma in arguments.fixed:
@@ -55,19 +55,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     records = [record for path in arguments.prompts for record in read_prompts(path)] or demo_prompts()
-    llms = engines(arguments)
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, ignore_eos=True)
-    texts = [encoded(llms["plain"], record.prompt) for record in records]
     figures: dict[int, dict[str, Any]] = {}
-    print(f"{'batch':>5} {'plain':>8} " + " ".join(f"{mode:>9}" for mode in llms if mode != "plain"))
+    modes = [*(f"γ={gamma}" for gamma in arguments.fixed), "adaptive"]
+    print(f"{'batch':>5} {'plain':>8} " + " ".join(f"{mode:>9}" for mode in modes))
     for batch in arguments.batch:
-        group = [texts[index % len(texts)] for index in range(max(batch, 4))]
+        llms = engines(arguments, batch)
+        texts = [encoded(llms["plain"], record.prompt) for record in records]
+        group = [texts[index % len(texts)] for index in range(3 * batch)]
         rates: dict[str, list[float]] = {mode: [] for mode in llms}
         for turn in range(arguments.rounds + 1):
             for mode, llm in llms.items():
-                total = [tokens_per_second(llm, group[at : at + batch], params) for at in range(0, len(group), batch)]
+                rate = tokens_per_second(llm, group, params)
                 if turn:  # the first round warms up, and lets the adaptive lengths learn
-                    rates[mode].append(sum(total) / len(total))
+                    rates[mode].append(rate)
                 print(f"\rbatch {batch}, round {turn}: {mode}      ", end="", file=sys.stderr)
         ratios = {
             mode: [own / plain for own, plain in zip(values, rates["plain"], strict=True)]
