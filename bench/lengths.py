@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from foredraft import LLM, SamplingParams, SpeculativeConfig
-from foredraft.measure.prompts import demo_prompts, encoded, read_prompts
+from foredraft.measure.prompts import PromptRecord, demo_prompts, encoded, read_prompts
 
 
 def engines(arguments: argparse.Namespace, batch: int) -> dict[str, LLM]:
@@ -41,6 +42,22 @@ def tokens_per_second(llm: LLM, prompts: list[Any], params: SamplingParams) -> f
     return sum(len(each.outputs[0].token_ids) for each in outputs) / (perf_counter() - start)
 
 
+def measured(arguments: argparse.Namespace, batch: int, records: Sequence[PromptRecord]) -> dict[str, list[float]]:
+    """Tokens per second of each mode, round by round; its engines are gone when it returns."""
+    llms = engines(arguments, batch)
+    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, ignore_eos=True)
+    texts = [encoded(llms["plain"], record.prompt) for record in records]
+    group = [texts[index % len(texts)] for index in range(3 * batch)]
+    rates: dict[str, list[float]] = {mode: [] for mode in llms}
+    for turn in range(arguments.rounds + 1):
+        for mode, llm in llms.items():
+            rate = tokens_per_second(llm, group, params)
+            if turn:  # the first round warms up, and lets the adaptive lengths learn
+                rates[mode].append(rate)
+            print(f"\rbatch {batch}, round {turn}: {mode}      ", end="", file=sys.stderr)
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -55,21 +72,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     records = [record for path in arguments.prompts for record in read_prompts(path)] or demo_prompts()
-    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, ignore_eos=True)
     figures: dict[int, dict[str, Any]] = {}
     modes = [*(f"γ={gamma}" for gamma in arguments.fixed), "adaptive"]
     print(f"{'batch':>5} {'plain':>8} " + " ".join(f"{mode:>9}" for mode in modes))
     for batch in arguments.batch:
-        llms = engines(arguments, batch)
-        texts = [encoded(llms["plain"], record.prompt) for record in records]
-        group = [texts[index % len(texts)] for index in range(3 * batch)]
-        rates: dict[str, list[float]] = {mode: [] for mode in llms}
-        for turn in range(arguments.rounds + 1):
-            for mode, llm in llms.items():
-                rate = tokens_per_second(llm, group, params)
-                if turn:  # the first round warms up, and lets the adaptive lengths learn
-                    rates[mode].append(rate)
-                print(f"\rbatch {batch}, round {turn}: {mode}      ", end="", file=sys.stderr)
+        rates = measured(arguments, batch, records)
         ratios = {
             mode: [own / plain for own, plain in zip(values, rates["plain"], strict=True)]
             for mode, values in rates.items()

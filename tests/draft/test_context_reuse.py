@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.draft.test_block import Watched, block_model
 from tests.engine.fake import fake_engine, run
 
-from foredraft.draft.block import BlockDrafter
+from foredraft.draft.block import VIEWS, WAITING_BLOCKS, BlockDrafter
 from foredraft.draft.context_blocks import ContextBlocks
 from foredraft.draft.draft_model import DraftModelDrafter
 from foredraft.kv.hashes import extend_block_hashes
@@ -169,6 +169,28 @@ def test_an_answer_without_drafts_is_reused_by_the_next_turn(target, max_tokens:
     assert output.num_cached_tokens == (len(first.token_ids) - 1) // BLOCK * BLOCK
     assert watched.num_checked > 0
     assert output.outputs[0].token_ids == plain_tokens(target, text)
+
+
+def test_what_waits_for_a_drafter_that_is_not_asked_stays_small(target) -> None:
+    """Few rows of a request, and none of a prompt that was computed in the same forward."""
+    drafter = BlockDrafter(block_model(target), target, 64, BLOCK)
+    engine, factory = engine_for(target, drafter, max_num_batched_tokens=100)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    (first,) = factory.assemble({"prompt_token_ids": STORY[:5]}, params, 0).requests
+    engine.add(first)
+    most_waiting = 0
+    while not first.finished:
+        if first.num_output_tokens == 3:
+            (long,) = factory.assemble({"prompt_token_ids": STORY * 3}, params, 0).requests
+            engine.add(long)
+        engine.step()
+        context = drafter._contexts.get(first.request_id)
+        waiting = [] if context is None else context.pending
+        most_waiting = max(most_waiting, sum(map(len, waiting)))
+        rows_held = [rows.untyped_storage().nbytes() // rows[0].nbytes for rows in waiting]
+        assert max(rows_held, default=0) <= VIEWS
+    assert BLOCK < most_waiting < WAITING_BLOCKS * BLOCK
+    assert len(long.token_ids) > len(STORY) * 3
 
 
 def test_blocks_without_a_block_drafters_context_are_not_reused(target) -> None:

@@ -70,16 +70,16 @@ def test_a_short_budget_still_gives_a_curve(directory: Path) -> None:
     assert costs.draft_seconds(4, 8) > 0
 
 
-@pytest.mark.parametrize(("factor", "measured_again"), [(0.5, False), (1.0, False), (20.0, True)])
+@pytest.mark.parametrize(("kept_seconds", "measured_again"), [(0.5, False), (1.0, False), (20.0, True)])
 def test_kept_costs_are_believed_unless_a_forward_is_much_faster(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, factor: float, measured_again: bool
+    directory: Path, monkeypatch: pytest.MonkeyPatch, kept_seconds: float, measured_again: bool
 ) -> None:
     llm_of(directory)
     (path,) = cache_directory().iterdir()
     kept = json.loads(path.read_text())
-    # Of what is seen in this run, since a machine's speed changes from start to start.
-    kept["target"] = {"sizes": [1, 5], "seconds": [factor, factor]}
+    kept["target"] = {"sizes": [1, 5], "seconds": [kept_seconds, kept_seconds]}
     path.write_text(json.dumps(kept))
+    # Every forward takes a second.
     monkeypatch.setattr(calibration, "_timed", lambda cases, budget: {case: 1.0 for case, _ in cases})
     costs = llm_of(directory).engine.lengths.costs
     assert (costs.target.sizes != [1, 5]) == measured_again

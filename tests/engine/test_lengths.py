@@ -15,9 +15,10 @@ from foredraft.draft.draft_model import DraftModelDrafter
 from foredraft.draft.drafter import DraftRequest
 from foredraft.draft.ngram import NgramDrafter
 from foredraft.draft.proposal import DraftProposal
-from foredraft.engine.adaptive import AdaptiveLengths, StepPlan
+from foredraft.engine import adaptive
+from foredraft.engine.adaptive import REST, AdaptiveLengths, StepPlan
 from foredraft.engine.costs import CostCurve, Curve
-from foredraft.engine.lengths import FixedLengths, StepOutcome
+from foredraft.engine.lengths import Draftable, FixedLengths, StepOutcome
 from foredraft.sampling.params import SamplingParams
 
 
@@ -125,6 +126,26 @@ def test_a_wrong_drafter_is_parked_and_tried_now_and_then() -> None:
     spent = sum(1 + 0.05 * (1 + length) + 0.05 * length for length in lengths)
     assert spent < 1.02 * plain
     assert engine.stats.steps_per_draft_length[0] > 0.95 * len(lengths)
+
+
+def test_nothing_is_weighed_while_all_are_parked_until_the_batch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that does not draft pays for a decision only now and then; a request that comes is decided at once."""
+    weighed: list[int] = []
+    best = adaptive.best_lengths
+    monkeypatch.setattr(adaptive, "best_lengths", lambda *given: weighed.append(policy._number) or best(*given))
+    policy = AdaptiveLengths(costs(step=lambda tokens: tokens**2))  # two tokens cost as four steps of one
+
+    def choose(*ids: str) -> list[int]:
+        lengths = policy.choose([Draftable(each, 4, 10, 100, True) for each in ids], 0)
+        policy.learn(StepOutcome([0] * len(ids), len(ids), len(ids), 1.0, 0.0))
+        return lengths
+
+    assert [choose("a", "b") for _ in range(REST + 1)] == [[0, 0]] * (REST + 1)
+    assert sorted(set(weighed)) == [1, REST + 1]
+    choose("a", "b", "c")
+    assert weighed[-1] == REST + 2
+    choose("a")
+    assert weighed[-1] == REST + 3
 
 
 def test_a_change_for_the_better_is_noticed() -> None:

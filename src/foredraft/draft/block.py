@@ -150,14 +150,16 @@ class BlockDrafter:
         if len(wanted) != len(rows):
             rows = rows[torch.tensor(wanted, dtype=torch.int64, device=rows.device)]
         counts = [len(each.rows) for each in observations]
+        size = self._cache.block_size
         filled: list[Observation] = []
         for observation, part in zip(observations, torch.split(rows, counts), strict=True):
             context = self._context(observation)
-            # Few rows of many are copied: a view keeps all of a prompt's.
-            context.append(observation.start, part.clone() if len(rows) > VIEWS * len(counts) else part)
+            is_prompt = len(part) >= size
+            if not is_prompt and len(rows) > VIEWS * len(counts):
+                part = part.clone()  # it waits, and a view would keep another request's whole prompt
+            context.append(observation.start, part)
             context.newest = observation
-            size = self._cache.block_size
-            if context.num_pending >= (size if len(part) >= size else WAITING_BLOCKS * size):
+            if context.num_pending >= (size if is_prompt else WAITING_BLOCKS * size):
                 filled.append(observation)
         self._catch_up(filled)
 

@@ -18,11 +18,10 @@ from foredraft.serve.errors import ApiError, api_error, encode
 Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
 
-log = logging.getLogger(__name__)
-
-
 LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
 """Line ends to Unicode and to many clients, though not to JSON: escaped, so that an event is one line for everyone."""
+
+log = logging.getLogger(__name__)
 
 
 def event(content: Any) -> bytes:
